@@ -1,4 +1,4 @@
-.PHONY: demo test test-training test-oldest check bench score model clean
+.PHONY: demo test test-training test-oldest check bench model clean
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -28,10 +28,7 @@ check: $(READY)
 
 bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short forms: under 10 minutes on 2 cores
 	$(BIN)/python -m benchmarks.attention --short
-	$(BIN)/mame-sd-eval benchmark --num 4 --steps 6 --rows mame-default,default-0.125,unfitted-0.25,fewer-1,random-0.25,mame-0.8,tomesd-50,mean-attention --out out/bench/quick
-
-score: $(READY)  ## how good the embedded model is, and what the default costs it
-	$(BIN)/mame-sd-eval benchmark --suite embedded --rows mame-default
+	$(BIN)/mame-sd-eval benchmark --num 4 --steps 6 --out out/bench/quick
 
 model: $(READY)  ## train the embedded model from nothing (hours)
 	$(BIN)/python -m scripts.training.train_unet --work out/train

@@ -1,14 +1,14 @@
 """Merging of a reference image's keys, measured on edits of drawn pictures that no training saw.
 
-    python -m benchmarks.edits --edits 16 --rounds 4
+    python -m benchmarks.edits --edits 8
+    python -m benchmarks.edits --edits 1 --batch 1 --rounds 5
     python -m benchmarks.edits --weights DIR --rows references-0.25,random-0.25 --steps 8
-    python -m benchmarks.edits --movement   # how far the reference's keys move from step to step
 
 Half of the edits change the ground, the others the object. Cells are means over the edits:
 
-* dB: PSNR of an edit to the unmerged one of the same noise; the whole picture, the part that the
-  edit changes, and the part that it has to copy from the reference;
-* times as fast: CPU seconds of unmerged edits by those of the row, interleaved, one thread.
+* dB: PSNR of an edit to the unmerged one of the same noise: of the whole picture, of the part that
+  the edit changes, and of the part that it has to copy from the reference;
+* times as fast: CPU seconds of unmerged edits divided by those of the row, interleaved, one thread.
 
 `scripts/training/train_edits.py` trains the instrument.
 """
@@ -19,13 +19,12 @@ import argparse
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,7 +33,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.diffusion.apply_denoiser import apply_mame
-from mame_sd.diffusion.layer import AttentionAdapter
 from mame_sd.eval.instruments.edits import GRID, TEXT, Editor, captions_states, load_editor
 from mame_sd.eval.instruments.flow import times
 from mame_sd.eval.instruments.models import WEIGHTS
@@ -58,15 +56,13 @@ class Edits:
     Attributes:
         references: latents [N, 4, 64, 64].
         words, pooled: states of the captions.
-        changed: [N, 256, 256], whether the true edit differs from the reference there.
-        truth: the true edits [N, 3, 256, 256] in -1..1.
+        changed: [N, 256, 256], True where the true edit differs from the reference.
     """
 
     references: Tensor
     words: Tensor
     pooled: Tensor
     changed: Tensor
-    truth: Tensor
 
     def part(self, at: slice) -> Edits:
         """Return some of the edits."""
@@ -88,7 +84,7 @@ def draw_edits(count: int) -> Edits:
     changed = (before.int() - after.int()).abs().amax(1) >= CHANGED
     latents = vae.encode(before.float() / 127.5 - 1).latents * vae.config.scaling_factor
     states = captions_states([scene.caption for _, scene in pairs])
-    return Edits(latents, *states, changed, after.float() / 127.5 - 1)
+    return Edits(latents, *states, changed)
 
 
 class FewerKeys(TorchFunctionMode):
@@ -123,22 +119,6 @@ class FewerKeys(TorchFunctionMode):
         return func(q, k.index_select(2, at), v.index_select(2, at), attn_mask=bias)
 
 
-@contextmanager
-def plans_kept() -> Iterator[None]:
-    """Merge the reference's keys in every step as in the first one, for a `with` block."""
-    own = AttentionAdapter.job
-    found: dict[str, dict[int, Any]] = {}
-
-    def job(self: Any, route: Any, name: str, step: Any) -> Any:
-        made = own(self, route, name, step)
-        known = {n: groups for n, groups in found.get(name, {}).items() if n > 0}
-        found[name] = known
-        return replace(made, known={0: known})
-
-    with patch.object(AttentionAdapter, "job", job):
-        yield
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One way to compute an edit.
@@ -147,15 +127,13 @@ class Row:
         settings: of `apply_mame`; None: nothing merges.
         keys: kind and share of `FewerKeys`.
         fewer: steps that are left out.
-        kept: whether plans of the reference are kept for the whole run.
-        other: whether the reference is another picture.
+        other: True if the reference is another picture.
     """
 
     label: str
     settings: dict[str, Any] | None = None
     keys: tuple[str, float] | None = None
     fewer: int = 0
-    kept: bool = False
     other: bool = False
 
     @contextmanager
@@ -164,8 +142,6 @@ class Row:
         with ExitStack() as stack:
             if self.settings is not None:
                 stack.callback(apply_mame(editor.model, **self.settings).remove)
-            if self.kept:
-                stack.enter_context(plans_kept())
             if self.keys is not None:
                 stack.enter_context(FewerKeys(*self.keys))
             yield
@@ -179,8 +155,6 @@ ROWS = {
                                      settings={"keep": 1.0, "references": share})
         for share in (0.5, 0.25)
     },
-    "kept-0.25": Row(label="0.25, plans kept", settings={"keep": 1.0, "references": 0.25},
-                     kept=True),
     "random-0.25": Row(label="0.25 at random", keys=("random", 0.25)),
     "second": Row(label="every second key", keys=("grid", 0.5)),
     "default": Row(label="default", settings={}),
@@ -233,13 +207,12 @@ class Measurement:
         return torch.cat(made).clamp(-1, 1)
 
     def measure(self, row: Row) -> list[list[float]]:
-        """Return dB to the unmerged edits: whole, changed part, copied part; and to the truth."""
+        """Return dB to the unmerged edits: of all, of the changed part, of the copied part."""
         found, changed = self.pictures(row), self.edits.changed
         return [
             decibels(found, self.reference),
             decibels(found, self.reference, changed),
             decibels(found, self.reference, ~changed),
-            decibels(found, self.edits.truth),
         ]
 
     def seconds(self, names: list[str], rounds: int) -> dict[str, float]:
@@ -251,35 +224,6 @@ class Measurement:
             return seconds_of(make, torch.device("cpu"))[1]
 
         return {name: median(taken) for name, taken in in_turns(names, rounds, seconds).items()}
-
-
-class Movement(TorchFunctionMode):
-    """Note the reference's keys of each attention call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            given = {**dict(zip(("query", "key"), args, strict=False)), **(kwargs or {})}
-            self.keys.append(given["key"][:, :, BEGIN:].clone())
-        return func(*args, **(kwargs or {}))
-
-
-def movement(editor: Editor, edits: Edits, steps: int) -> str:
-    """Return by how much the reference's keys change from step to step and from the first one."""
-    with Movement() as noted:
-        edited(editor, ROWS["unmerged"], edits, steps, 0)
-    layers = len(noted.keys) // steps
-    lines = []
-    for layer in range(layers):
-        keys = noted.keys[layer::layers]
-        changes = [float((b - a).norm() / a.norm()) for a, b in pairwise(keys)]
-        last = float((keys[-1] - keys[0]).norm() / keys[0].norm())
-        lines.append([str(layer), *(f"{100 * c:.1f}" for c in changes), f"{100 * last:.1f}"])
-    heads = ["layer", *(f"step {n + 2}, %" for n in range(steps - 1)), "last to first, %"]
-    return markdown_table(heads, lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -294,7 +238,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--rows", help="names with commas between (default all): " + ", ".join(ROWS))
     add("--rounds", type=int, default=0, help="time so many rounds")
     add("--batch", type=int, default=4, help="edits at once (default 4)")
-    add("--movement", action="store_true", help="how far the reference's keys move")
     args = parser.parse_args(arguments)
     names = args.rows.split(",") if args.rows else list(ROWS)
     unknown = [name for name in names if name not in ROWS]
@@ -302,9 +245,6 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--rows: expected names of {', '.join(ROWS)}, got {', '.join(unknown)}")
     torch.set_num_threads(1)
     editor, edits = load_editor(args.weights), draw_edits(args.edits)
-    if args.movement:
-        print(movement(editor, edits, args.steps))
-        return
     measurement = Measurement(editor, edits, args.steps, args.batch)
     names = ["unmerged", *(name for name in names if name != "unmerged")]
     found = {}
@@ -318,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
         if seconds:
             cells.append(f"{seconds['unmerged'] / seconds[name]:.2f}")
         lines.append(cells)
-    heads = ["row", "dB", "changed", "copied", "to the truth"]
+    heads = ["row", "dB", "changed", "copied"]
     print(markdown_table([*heads, "times as fast"] if seconds else heads, lines))
 
 

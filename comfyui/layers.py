@@ -13,8 +13,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mame_sd import MaMeConfig
-from mame_sd.core.min_tokens import too_wide
+from mame_sd.core.min_tokens import least_tokens, too_wide
+
+from .run import KEEPS_ALL, SMALL
 
 Key = tuple[Any, ...]  # ("input", 4, 0): a block, its place, a layer in it; ("double", 3)
 UNET = "UNet2DConditionModel"
@@ -53,7 +57,7 @@ NO_NAMES = (
 )
 OTHER_MODEL = (
     "calibrated_for: expected settings that were found for {}, got ones for {}; calibrate this"
-    " model, or take another file"
+    " model, or give another file"
 )
 UNKNOWN = "layers: expected patterns of layers of {} such as {!r}, got {!r}, which is none of them"
 
@@ -200,14 +204,30 @@ def layers_of_transformer(model: Any) -> Layers:
             if mlp:
                 mlps[kind, i] = f"{attribute}.{i}.{path}", f"{own.rpartition('.')[0]}.{mlp}"
             if getattr(getattr(block, "x_block", None), "x_block_self_attn", False):
-                names[kind, i, 1] = own + "2"  # SD3.5's second, over the image alone
+                names[kind, i, 1] = own + "2"  # SD3.5's second, over only the image
     return Layers(models, names, mlps)
 
 
-def wide_by_default(config: MaMeConfig, tokens: int, channels: int) -> str:
-    """Return why the default does not merge keys of so few tokens; empty if they merge."""
+def left_alone(
+    config: MaMeConfig, k: Tensor, tokens: int, channels: int, width: int
+) -> tuple[Any, ...]:
+    """Return why a layer doesn't merge, as arguments of `Run.note_left`; empty if it may merge.
+
+    Args:
+        config: The settings of the layer.
+        k: Keys, or the input of their projection.
+        tokens: Number of the image's tokens.
+        channels: Number of channels of all heads.
+        width: Number of channels of a head.
+    """
+    least = least_tokens(config.min_tokens, k.device, k.dtype, width)
+    if tokens < least:
+        return SMALL, tokens, least
+    if config.keep == 1:
+        return (KEEPS_ALL,)
     by_default = config.is_default and config.min_tokens is None
-    return too_wide(tokens, channels) if by_default else ""
+    reason = too_wide(tokens, channels) if by_default else ""
+    return (reason,) if reason else ()
 
 
 def settings_in(path: str | PathLike[str]) -> MaMeConfig:

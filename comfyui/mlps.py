@@ -1,8 +1,8 @@
 """MLPs of the image, computed on a few tokens and restored by a fit (`mame_sd.core.restore`).
 
 The engine calls no patch around an MLP. So each MLP that may be restored gets an object patch, a
-forward in front of its own, as `pass_options.py` does with attention. It finds the current call by
-the options of that call, and computes all tokens outside of one.
+forward in front of its own. It finds the call of the model that is running by `RUNNING`, and
+computes all tokens outside of one.
 
 Blocks are not restored (`block_keep`): in Flux, SD3 and others ComfyUI computes queries, keys and
 values by one linear layer, whose weights LoRAs and quantisation change, so that the queries of a
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import cells_and_count, choose_tokens, restored_by
 
 from .layers import Key
-from .pass_options import current_options
-from .run import KEY, SMALL
+from .run import SMALL
+
+RUNNING: ContextVar[Any] = ContextVar("mame_sd_call", default=None)  # a `wrappers.Call`
 
 
 def restoring_forward(key: Key, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +41,7 @@ def restoring_forward(key: Key, forward: Callable[..., Any]) -> Callable[..., An
     def restoring(x: Tensor) -> Any:
         if torch.compiler.is_compiling():  # graphs can't read the current call
             return original(x)
-        call = current_options().get(KEY)
+        call = RUNNING.get()
         return original(x) if call is None else call.restored_mlp(key, original, x)
 
     restoring.original = original  # type: ignore[attr-defined]

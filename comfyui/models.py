@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mame_sd.refused import COMFYUI, UNKNOWN_PLACE, known_as
@@ -32,8 +32,6 @@ class Family:
             others, or nowhere.
         masked: True if calls with an attention mask merge; otherwise their image starts elsewhere
             in each sample.
-        hidden: The blocks and their attention, if the engine passes it to no node
-            (`pass_options.py`).
         unnamed: True if the engine doesn't say which of its blocks attends, but lets each be
             replaced.
     """
@@ -43,7 +41,6 @@ class Family:
     image: Literal["last", "first", "alone"] = "last"
     references: Literal["", "behind", "before"] = ""
     masked: bool = True
-    hidden: tuple[str, str] = ("", "")
     unnamed: bool = False
 
 
@@ -69,7 +66,6 @@ FAMILIES: dict[str, Family] = {
     "WanModel": Family("Wan", image="first"),
     "LTXVModel": Family("LTX-Video", "patchifier.patch_size", "alone"),
     "LTXAVModel": Family("LTX-2", "patchifier.patch_size", "alone"),
-    "ErnieImageModel": Family("ERNIE-Image", image="first", hidden=("layers", "self_attention")),
     # Text, references and sound before the video. Those with keyframes have them there too.
     "MiniMaxH3Model": Family("MiniMax H3"),
 }
@@ -115,7 +111,6 @@ class Transformer:
         reference_method: What it does with reference images if the call doesn't say. If None, it
             leaves them out.
         sees: For Z-Image Omni, True if it gets SigLIP's features of the references.
-        hidden: Attention that the engine passes to no node, by its path in the model.
     """
 
     family: Family
@@ -124,7 +119,6 @@ class Transformer:
     reference_frame: bool = False
     reference_method: Any = ""
     sees: bool = False
-    hidden: Mapping[str, Any] = field(default_factory=dict)
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
         """Return (frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
@@ -220,7 +214,7 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
     if family is None:
         name, why = COMFYUI.get(base, (known_as(bases[0]), UNKNOWN_PLACE))
         raise ValueError(
-            f"MaMe token merging: {name} does not merge, since {why}; take the node out of this"
+            f"MaMe token merging: {name} does not merge, since {why}; remove the node from this"
             " model's path"
         )
     if any(
@@ -228,7 +222,7 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
     ):
         raise ValueError(
             f"MaMe token merging: expected {family.name} with its text before its image, got the"
-            " older order; update ComfyUI, or take the node out of this model's path"
+            " older order; update ComfyUI, or remove the node from this model's path"
         )
     patch: tuple[int, ...] = ()
     for path in family.patch.split():
@@ -236,7 +230,6 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
         for name in path.split("."):
             size = getattr(size, name)
         patch += tuple(size) if isinstance(size, (tuple, list)) else (size or 1,)
-    blocks, name = family.hidden
     transformer = Transformer(
         family,
         patch * 2 if len(patch) == 1 else patch,
@@ -244,9 +237,5 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
         getattr(model, "ref_conv", None) is not None or "SCAILWanModel" in bases,
         getattr(model, "default_ref_method", "") if "SingleStreamDiT" in bases else "",
         getattr(model, "siglip_embedder", None) is not None,
-        {
-            f"{blocks}.{i}.{name}": getattr(b, name)
-            for i, b in enumerate(getattr(model, blocks, ()))
-        },
     )
     return transformer, layers_of_transformer(model)

@@ -10,7 +10,6 @@ from .joint import JointPatch
 from .layers import Settings, place_of, settings_in
 from .mlps import restoring_forward
 from .models import layout_of
-from .pass_options import forward_with_options
 from .run import KEY
 from .unet import UNetPatch
 from .wrappers import SamplerWrappers
@@ -69,7 +68,7 @@ class MaMeModelPatch:
                 ),
                 "min_tokens": _input(
                     "INT",
-                    "Layers with fewer tokens are left alone. 0: by kind of device.",
+                    "Layers with fewer tokens don't merge. 0: depends on the device.",
                     default=0,
                     min=0,
                     max=1 << 20,
@@ -81,8 +80,8 @@ class MaMeModelPatch:
                 "settings": _input(
                     "STRING",
                     "A file of settings by layer, as mame-sd calibrate writes: a path in ComfyUI's"
-                    " input folder, or an absolute one. It holds instead of mode, keep, mlp_keep,"
-                    " tau and min_tokens. Empty: those hold.",
+                    " input folder, or an absolute one. It replaces mode, keep, mlp_keep,"
+                    " tau and min_tokens. Empty: those are used.",
                     default="",
                 ),
                 "mlp_keep": _share(
@@ -154,14 +153,14 @@ class MaMeModelPatch:
             if any(name in one.given for one in of_layers.every):
                 raise ValueError(
                     f"settings: {name}: expected none of {', '.join(UNREAD)} in ComfyUI, which the"
-                    " node does not read; take it out of the file"
+                    " node does not read; remove it from the file"
                 )
         _check_restoring(of_layers, model_name)
         whole = any(one.method == "tokens" for one in of_layers.every)
         if whole and transformer is not None:
             raise ValueError(
-                f"tau: expected mode keep for {model_name}, whose keys alone merge in ComfyUI, got"
-                " tau; take mode keep or default"
+                f"tau: expected mode keep for {model_name}, in which only keys merge in ComfyUI,"
+                " got tau; set mode keep or default"
             )
         patch: Any = UNetPatch(of_layers)
         if transformer is not None:
@@ -173,10 +172,6 @@ class MaMeModelPatch:
         ):
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
-        for path, attention in ({} if transformer is None else transformer.hidden).items():
-            clone.add_object_patch(
-                f"diffusion_model.{path}.forward", forward_with_options(attention)
-            )
         if any(one.mlp_share < 1 for one in of_layers.every):
             for key, (path, _) in layers.mlps.items():
                 place = f"diffusion_model.{path}.forward"
@@ -190,7 +185,7 @@ def _check_restoring(settings: Settings, model_name: str) -> None:
     if any(one.block_share < 1 for one in settings.every):
         raise ValueError(
             "settings: block_keep: expected 1, since ComfyUI's blocks can't be restored; calibrate"
-            " with --block-keep 1, or take it out of the file"
+            " with --block-keep 1, or remove it from the file"
         )
     if not settings.layers.mlps and any((one.mlp_keep or 1) < 1 for one in settings.every):
         raise ValueError(

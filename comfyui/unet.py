@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import plan_tokens
-from mame_sd.core.min_tokens import least_tokens
 
 from .attention import EngineCall
-from .layers import Key, Settings, wide_by_default
-from .run import KEEPS_ALL, KEY, RULED_OUT, SMALL, UNREACHED
+from .layers import Key, Settings, left_alone
+from .run import KEY, RULED_OUT, UNREACHED
 
 PLAN = "mame_sd_plan"
 REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
@@ -57,16 +56,8 @@ class UNetPatch:
             call.run.note_left(RULED_OUT)
         elif tokens != h * w or k.shape[0] != batch:
             call.run.note_left(OTHER, tokens, h, w)
-        elif tokens < (
-            least := least_tokens(
-                config.min_tokens, k.device, k.dtype, extra_options.get("dim_head", 64)
-            )
-        ):
-            call.run.note_left(SMALL, tokens, least)
-        elif wide := wide_by_default(config, tokens, k.shape[2]):
-            call.run.note_left(wide)
-        elif config.keep == 1:
-            call.run.note_left(KEEPS_ALL)
+        elif why := left_alone(config, k, tokens, k.shape[2], extra_options.get("dim_head", 64)):
+            call.run.note_left(*why)
         elif name in call.replaced or name[:-1] in call.replaced:  # or its block
             call.run.note_left(REPLACED)
         elif q.shape[0] != batch or (config.method == "tokens" and q.shape != k.shape):

@@ -18,23 +18,21 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig
-from mame_sd.core.groups import DRAWS, guidance_leaders, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import guidance_leaders, partition_index
 from mame_sd.core.merge_keys import Choice, Grid, KeyMerging
 
 from .attention import EngineCall
 from .joint import JointPatch
 from .layers import Key, Layers, Settings
-from .mlps import restored, why_not
+from .mlps import RUNNING, restored, why_not
 from .models import Place
-from .pass_options import attention_options
 from .run import KEY, OUTSIDE, TAKEN, UNCOMPILED, Run, log
 from .unet import UNetPatch
 
 RUN = "mame_sd_run"
 UNGUIDED = 1  # in "cond_or_uncond", which names the chunks of a batch
-COMPILED = (  # of TorchCompileModel's wrapper, whose guards leave out transformer_options
-    "torch.compile"
-)
+COMPILED = "torch.compile"  # TorchCompileModel's wrapper, whose guards omit transformer_options
 
 
 @dataclass
@@ -46,7 +44,7 @@ class Call:
         draw: Index of the random partition of the model's first layer, LongTensor [1]. Each layer
             counts on from it: neighbouring layers take different partitions, so that their errors
             don't add up.
-        leader: For each sample, the one whose tokens decide what merges, see `mame_sd.core.groups`.
+        leader: For each sample, the one whose tokens decide what merges (`mame_sd.core.guidance`).
         replaced: UNet blocks whose self-attention another node replaces, by the engine's names.
         settings: Settings of the layers.
         place: Where a transformer's image is.
@@ -165,19 +163,18 @@ class SamplerWrappers:
             ValueError: If merging covers a part of the steps of a model that was compiled so that
                 each step does what the first one did.
         """
-        run = Run()
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        if not self.always and COMPILED in options.get("wrappers", {}).get("apply_model", {}):
-            raise ValueError(
-                "start_percent, end_percent: expected 0 and 1 with TorchCompileModel, whose"
-                f" graph does at each step what it did at the first, got {self.start} and"
-                f" {self.end}; set those, or take TorchCompileModel out"
-            )
-        options[RUN] = run
         if COMPILED in options.get("wrappers", {}).get("apply_model", {}):
-            shares = (one.mlp_share for one in self.patch.settings.every)
-            if self.patch.settings.layers.mlps and min(shares) < 1:
+            if not self.always:
+                raise ValueError(
+                    "start_percent, end_percent: expected 0 and 1 with TorchCompileModel, whose"
+                    f" graph does at each step what it did at the first, got {self.start} and"
+                    f" {self.end}; set those, or remove TorchCompileModel"
+                )
+            settings = self.patch.settings
+            if settings.layers.mlps and min(one.mlp_share for one in settings.every) < 1:
                 log.info(UNCOMPILED)
+        options[RUN] = run = Run()
         result = executor(*args, **kwargs)
         run.tell()
         return result
@@ -225,8 +222,11 @@ class SamplerWrappers:
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
                 if self.patch.transformer.family.unnamed and self.patch.settings.by_layer:
                     _name_blocks(options, self.patch.settings.layers)
-            with attention_options(options):
+            running = RUNNING.set(call)
+            try:
                 output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+            finally:
+                RUNNING.reset(running)
             if options["optimized_attention_override"] != self.patch.attend:
                 run.note_left(TAKEN)
             run.note_merged(call.merged)

@@ -80,14 +80,13 @@ _SPEEDUP = (
     "Seconds of the baseline divided by the row's in the same round: median of rounds with its"
     " 95 % interval, below 6 rounds with their range. By CPU time if seconds are withheld."
 )
-_DENOISING = "Part of the latency: from the first call of the denoiser to the start of decoding."
 _CPU = "CPU seconds of all cores per image, which other programs hardly change; only on a CPU."
 _MEMORY = "Largest total of tensors at once, weights included."
 _CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; only on a CPU."
 _FD = "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to {}."
 _KID = "Squared kernel distance of {} features (arXiv 1801.01401), unbiased, to {}."
 _DINO: dict[str, Any] = {"digits": 2, "network": "dinov2-saliency"}
-_REFERENCE, _BASELINE = "the reference set", "the baseline's images: fidelity, not quality"
+_REFERENCE = "the reference set"
 _INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
 _EVERY = (
     fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet"), network="lpips-alex"),
@@ -97,22 +96,6 @@ _EVERY = (
     fidelity("ssim", "SSIM", "higher", _SSIM),
     fidelity("clip_image", "CLIP image cosine", "higher", _COSINE, network="clip"),
     fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
-    fidelity(
-        "fd_dinov2_to_baseline",
-        "FD-DINOv2 to baseline",
-        "lower",
-        _FD.format(_BASELINE),
-        "sets",
-        **_DINO,
-    ),
-    fidelity(
-        "kid_dinov2_to_baseline",
-        "KID-DINOv2 to baseline",
-        "lower",
-        _KID.format("DINOv2-S", _BASELINE),
-        "sets",
-        **_DINO,
-    ),
     quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
     quality(
         "kid",
@@ -135,11 +118,9 @@ _EVERY = (
     quality("clip_score", "CLIP score", "image", _CLIP, digits=2, network="clip"),
     cost("latency", "Latency", "s", 2, _LATENCY),
     cost("speedup", "Times as fast", "", 2, _SPEEDUP, better="higher"),
-    cost("denoising", "Denoising", "s", 2, _DENOISING),
     cost("cpu", "CPU time", "s", 2, _CPU),
     cost("cpu_speedup", "Times as fast, CPU", "", 2, _CPU_SPEEDUP, better="higher"),
     cost("memory", "Peak memory", "MiB", 0, _MEMORY),
-    cost("memory_denoising", "Peak memory, denoising", "MiB", 0, "The same before decoding."),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _EVERY}
 SCORES = tuple(name for name, metric in METRICS.items() if metric.needs != "time")

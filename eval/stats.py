@@ -158,45 +158,18 @@ def wilson(successes: int, n: int) -> dict[str, Any]:
     return {"mean": 100 * successes / n, "low": float(100 * low), "high": float(100 * high), "n": n}
 
 
-def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, Any]:
-    """Compare two shares on the same cases: difference in percentage points, 95 % interval, p.
+def mcnemar_p(ours: Sequence[bool], others: Sequence[bool]) -> float:
+    """Return the two-sided p-value of McNemar's exact test of two shares on the same cases.
 
-    The interval is Newcombe's for paired shares (Statistics in Medicine 17, 1998, 2635, method 10):
-    Wilson's two intervals combined by their correlation. It is valid if all cases agree, too. p is
-    that of McNemar's exact test, two-sided.
-
-    >>> pairs = [(1, 1)] * 36 + [(1, 0)] * 12 + [(0, 1)] * 2
-    >>> {key: round(value, 2) for key, value in share_difference(*zip(*pairs)).items()}
-    {'mean': 20.0, 'low': 5.69, 'high': 34.04, 'n': 50, 'p': 0.01}
-
-    Raises:
-        ValueError: If there are no cases, or if their numbers differ.
+    >>> mcnemar_p([True] * 3 + [False], [False] * 3 + [False])
+    0.25
     """
     from scipy.stats import binomtest
 
-    if len(ours) != len(others):
-        raise ValueError(
-            f"expected the same cases on both sides, got {len(ours)} and {len(others)}"
-        )
-    n, pairs = len(ours), list(zip(ours, others, strict=True))
-    one, two = wilson(sum(map(bool, ours)), n), wilson(sum(map(bool, others)), n)
-    both, neither = (sum(bool(a) == bool(b) == value for a, b in pairs) for value in (True, False))
-    better = sum(bool(a) and not b for a, b in pairs)
-    worse = n - both - neither - better
-    apart = both * neither - better * worse
-    spread = (both + better) * (worse + neither) * (both + worse) * (better + neither)
-    correlation = (
-        (max(0.0, apart - n / 2) if apart > 0 else apart) / math.sqrt(spread) if spread else 0.0
-    )
-
-    def reach(a: float, b: float) -> float:
-        return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
-
-    mean = one["mean"] - two["mean"]
-    low = mean - reach(one["mean"] - one["low"], two["high"] - two["mean"])
-    high = mean + reach(one["high"] - one["mean"], two["mean"] - two["low"])
-    p = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
-    return {"mean": mean, "low": low, "high": high, "n": n, "p": p}
+    pairs = list(zip(ours, others, strict=True))
+    better = sum(a and not b for a, b in pairs)
+    worse = sum(b and not a for a, b in pairs)
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:

@@ -214,8 +214,8 @@ class MaMeConfig:
     def replace(self, **changes: Any) -> MaMeConfig:
         """Return this config with `changes`. None resets a field to its default.
 
-        A new tau drops keep, and a new keep drops tau, with the settings of the dropped method
-        alone.
+        A new tau drops keep, and a new keep drops tau, with the settings that only the dropped
+        method has.
         """
         for name, other in (("tau", "keep"), ("keep", "tau")):
             if changes.get(name) is not None and name not in self.given:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from mame_sd.config import MaMeConfig
+from mame_sd.report import Report
 
 Settings = TypeVar("Settings")
 
@@ -42,7 +43,7 @@ class Handle(ABC, Generic[Settings]):
         """Remove this handle's merging from the model; merging applied later stays."""
 
     @abstractmethod
-    def report(self) -> Any:
+    def report(self) -> Report:
         """Return what merged since the last `reset`; `str` of it is for people."""
 
     @abstractmethod

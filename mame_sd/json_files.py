@@ -46,8 +46,15 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text, object_pairs_hook=once_each)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a .json file of {what}, but {error}") from None
+    except OSError as error:
+        raise ValueError(
+            f"{path}: expected a .json file of {what}, but it can't be read"
+            f" ({error.strerror or error}); check the path"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected a .json file of {what}, but {error}; correct it"
+        ) from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected an object of {what}, got {str(values)[:60]}")
     return values

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Denoisers of diffusers. Tests find each reason in the model's own code.
+# Denoisers of diffusers.
 _LINEAR = "its self-attention is linear in the tokens already, so merging has nothing to save"
 _SPARSE = (
     "its attention goes by blocks of keys that the model picks (flex attention): no softmax over"
@@ -97,6 +97,7 @@ COMFYUI = {
     "WanAnimate2Model": ("Wan Animate 2", "its attention works in windows of frames"),
     "PixArtMS": ("PixArt", _HIDDEN),
     "HunYuanDiT": ("HunyuanDiT", _HIDDEN),
+    "ErnieImageModel": ("ERNIE-Image", _HIDDEN),
     "StageC": ("Stable Cascade", UNKNOWN_PLACE),
     "StageB": ("Stable Cascade", UNKNOWN_PLACE),
     "PixDiT_T2I": ("PixelDiT", UNKNOWN_PLACE),

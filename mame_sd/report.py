@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -137,10 +138,9 @@ class LayerStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Counted:
-    """Mean numbers of tokens over calls. Level 0 has the most tokens."""
+class _Tokens:
+    """Mean numbers of tokens over calls."""
 
-    level: int
     tokens_in: float
     tokens_kept: float
 
@@ -151,15 +151,48 @@ class _Counted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerReport(_Counted):
-    """Report of one layer, with means over its calls since the last reset.
+class LayerTokens(_Tokens):
+    """Mean numbers of tokens before and after one layer.
 
-    `merged` is False if the latest call was not merged, for the `reason` given. With `keep`
-    `tokens_kept` counts keys. `size` is (h, w) in tokens if it is known. `kind` is "attention",
-    "mlp" or "block". For MLPs and blocks `tokens_kept` counts the tokens that were computed.
+    Attributes:
+        name: name of the layer.
+        tokens_in: tokens before it.
+        tokens_kept: tokens that it kept or computed.
     """
 
     name: str
+
+
+class Report(ABC):
+    """What merged since the last `reset`. Every handle's `report()` returns a subclass.
+
+    `str(report)` is for people, `to_dict()` for programs.
+
+    Attributes:
+        layers: numbers of tokens of each layer, in the order of the model.
+    """
+
+    layers: tuple[LayerTokens, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {"layers": [{**asdict(layer), "share": layer.share} for layer in self.layers]}
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport(LayerTokens):
+    """Report of one layer of a denoiser, with means over its calls since the last reset.
+
+    `merged` is False if the latest call was not merged, for the `reason` given. With `keep`
+    `tokens_kept` counts keys. `size` is (h, w) in tokens if it is known. `kind` is "attention",
+    "mlp" or "block". For MLPs and blocks `tokens_kept` counts the tokens that were computed. Level
+    0 has the most tokens.
+    """
+
+    level: int
     kind: str
     calls: int
     merged: bool
@@ -168,17 +201,18 @@ class LayerReport(_Counted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LevelReport(_Counted):
+class LevelReport(_Tokens):
     """Report of all layers of one kind and level, with the number of layers that merged."""
 
+    level: int
     kind: str
     layers: int
     layers_merged: int
 
 
 @dataclass(frozen=True)
-class MaMeReport:
-    """Report of every layer that could merge. `str(report)` is a table.
+class MaMeReport(Report):
+    """Report of every layer of a denoiser that could merge. `str(report)` is a table.
 
     Attributes:
         layers: reports of self-attentions, MLPs and blocks.
@@ -208,15 +242,9 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values.
-
-        `layers` and `levels` are lists of objects, and `unknown` is an object.
-        """
-        return {
-            "unknown": dict(self.unknown),
-            "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
-            "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
-        }
+        """Return the report as JSON values, with `levels` and `unknown`."""
+        levels = [{**asdict(level), "share": level.share} for level in self.levels()]
+        return {**super().to_dict(), "levels": levels, "unknown": dict(self.unknown)}
 
     def __str__(self) -> str:
         width = max([len(layer.name) for layer in self.layers] + [len("layer")])
@@ -298,7 +326,7 @@ def _nothing_merged(called: Sequence[LayerReport]) -> str:
     reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])
     line = f"expected at least one layer to merge, but none did ({reasons})"
     if not any(reason.startswith(TOO_FEW) for reason, _ in counts):
-        return f"{line}: remove merging, or mend what the reason names"
+        return f"{line}: remove merging, or fix what the reason names"
     largest = max(round(layer.tokens_in) for layer in called)
     return (
         f"{line}, and the largest has {largest} tokens: lower min_tokens, generate larger images,"

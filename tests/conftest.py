@@ -1,8 +1,7 @@
-"""For the whole suite: nothing goes to a network, two-core machines are not oversubscribed, one
-tiny model for all.
+"""For the whole suite: no network, one thread, and one tiny model for all.
 
-Libraries are imported where they are used: the process of `-n 2` that only hands tests out needs
-none.
+Libraries are imported where they are used, because the process of `-n 2` that only hands tests out
+needs none.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what compiles merging into one graph where torch is too old for that, and keep
-    Hypothesis from reading the constants of every loaded module, which takes seconds.
+    """Skip tests that compile merging if torch is too old for that.
+
+    Hypothesis would read the constants of every loaded module, which takes seconds; it is kept from
+    that.
     """
     import torch
     from diffusers.utils import logging
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Stable Diffusion pipeline, saved. Whoever changes it works on a copy."""
+    """Save a tiny Stable Diffusion pipeline. A test that changes it works on a copy."""
     from tests.builders.tiny import save_tiny_pipeline
 
     return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")

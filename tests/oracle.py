@@ -103,8 +103,9 @@ def token_plan(
     refine: bool = True,
     prefix: int = 0,
 ) -> TokenPlan:
-    """Algorithm 1's plan for x [B, L, d] in its settled form; a source stays in all samples where
-    it has no destination above tau in any of them.
+    """Make Algorithm 1's plan for x [B, L, d] in its settled form.
+
+    A source stays in all samples if it has no destination above tau in any of them.
     """
     x = x.double()[:, prefix:]
     dst, src = partition(x.shape[1], kind)
@@ -121,7 +122,7 @@ def token_plan(
 
 
 def tiles_of(rows: int, columns: int, tile_size: int) -> list[tuple[int, int]]:
-    """The tile of each token of a plane, row after row: sides are cut as evenly as can be."""
+    """Return the tile of each token of a plane, row after row; sides are cut evenly."""
     down = max(1, round(rows / tile_size)) if tile_size else 1
     wide = tile_size if rows > 1 else tile_size**2
     across = max(1, round(columns / wide)) if tile_size else 1
@@ -129,7 +130,7 @@ def tiles_of(rows: int, columns: int, tile_size: int) -> list[tuple[int, int]]:
 
 
 def means(t: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The means [.., K, C] of the groups of t [.., L, C], and their sizes [K]."""
+    """Return the means [.., K, C] of the groups of t [.., L, C], and their sizes [K]."""
     count = max(groups) + 1
     sums, sizes = t.new_zeros(*t.shape[:-2], count, t.shape[-1]), t.new_zeros(count)
     for token, group in enumerate(groups):
@@ -179,17 +180,19 @@ def merged_attention(
     scale: float | None = None,
     sized: Sequence[Sequence[int]] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, H, Q, D] over merged keys, [B, H, Q, D'], and the values [B, H', K, D'].
+    """Return attention [B, H, Q, D'] over merged keys, and the values [B, H', K, D'].
 
     Args:
-        q, k, v: in any precision; there may be fewer heads of keys than of queries.
-        images: what merges, in order.
-        queries: positions in q that values are fitted to; none: values are means.
-        mask: boolean or added to the logits, broadcast to [B, H, Q, N]; where it is the same for
-            all queries the members of groups count by it.
-        scale: of the logits.
-        sized: positions in q of the queries of the image, and of all others, by which keys carry
-            the sizes of their groups; none: logits count them.
+        q: Queries [B, H, Q, D] in any precision.
+        k: Keys [B, H', N, D]; there may be fewer heads than of queries.
+        v: Values [B, H', N, D'].
+        images: What merges, in order.
+        queries: Positions in q that values are fitted to. If empty, values are means.
+        mask: Boolean or added to the logits, broadcast to [B, H, Q, N]. If it is the same for all
+            queries, members of groups are weighted by it.
+        scale: Of the logits.
+        sized: Positions in q of the queries of the image, and of all others, by which keys carry
+            the sizes of their groups. If empty, the sizes are added to the logits.
     """
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -242,7 +245,7 @@ def merged_attention(
 
 
 def _of_all_queries(mask: Tensor) -> Tensor | None:
-    """What a mask [H, Q, N] adds to the logits of each key, [N]; None where queries differ."""
+    """Return what a mask [H, Q, N] adds to the logits of each key, [N]; None if queries differ."""
     if bool((mask != mask[:1, :1]).any()):
         return None
     row = mask[0, 0]
@@ -257,8 +260,9 @@ def _shares(at: list[int], of_all: Tensor | None) -> Tensor:
 
 
 def _kept(images: Sequence[Image], b: int, count: int) -> tuple[list[list[int]], list[int], slice]:
-    """Of each kept key of a sample its members, and the column that a mask has for it; which of the
-    kept keys are merged ones.
+    """Return the members and the mask's column of each kept key of a sample.
+
+    The third result says which of the kept keys are merged ones.
     """
     members: list[list[int]] = []
     columns: list[int] = []
@@ -280,7 +284,7 @@ def _ridged_inverse(gram: Tensor, ridge: float) -> Tensor:
 
 
 def _with_mask(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """What is added to the logits: the sizes' bias [K] and a mask [.., Q, K]."""
+    """Return what is added to the logits: the sizes' bias [K] and a mask [.., Q, K]."""
     if mask is None:
         return bias
     return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias

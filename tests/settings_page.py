@@ -24,7 +24,7 @@ PARTS = {False: "With either method", True: "With `keep`"}
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     lines = [HEAD.format(keep=DEFAULT_KEEP, mlp_keep=DEFAULT_MLP_KEEP)]
     for keys_only, title in PARTS.items():
         lines += [f"## {title}", "", *_table(keys_only), ""]
@@ -32,7 +32,7 @@ def page() -> str:
 
 
 def _table(keys_only: bool) -> list[str]:
-    """A table of what each field does, and a list of what is to know beyond that."""
+    """Return a table of what each field does, and a list of further notes."""
     rows, more = ["| setting | default | what it does |", "|---|---|---|"], [""]
     for f in fields(MaMeConfig):
         if not f.init or f.metadata["keys_only"] != keys_only:

@@ -1,6 +1,4 @@
-"""One entry for diffusion models and vision transformers, which imports the library of its target
-alone.
-"""
+"""One entry for diffusion models and vision transformers, which imports only what it needs."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def test_the_target_decides() -> None:
     remove_mame(unet)
     with mame(encoder, keep=0.5, blocks=(0,)) as handle:
         assert not torch.equal(encoder(**row.batch()).logits, before)
-        assert next(block.tokens_kept < block.tokens_in for block in handle.report().blocks)
+        assert next(block.tokens_kept < block.tokens_in for block in handle.report().layers)
     assert torch.equal(encoder(**row.batch()).logits, before)
     assert torch.equal(run_unet(unet), image)
     with pytest.raises(TypeError, match="expected a torch module or a diffusers pipeline"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -51,3 +52,11 @@ def test_a_removed_handle_refuses_changes(handle: Handle[Any]) -> None:
         handle.active = "no"
     with pytest.raises(TypeError, match=r"config: expected a MaMeConfig, got 0\.5"):
         handle.set(0.5)
+
+
+def test_reports_have_the_tokens_of_each_layer(handle: Handle[Any]) -> None:
+    report = handle.report()
+    assert [layer.share for layer in report.layers] == [1.0] * len(report.layers) != []
+    rows = json.loads(json.dumps(report.to_dict()))["layers"]
+    assert [row["name"] for row in rows] == [layer.name for layer in report.layers]
+    assert "token" in str(report)

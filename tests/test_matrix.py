@@ -55,11 +55,6 @@ def test_cache(pair: caches.Pair) -> None:
     caches.check_pair(pair)
 
 
-@pytest.mark.parametrize("pair", [param(pair, True, pair.model.since) for pair in caches.ALONE])
-def test_cache_that_does_not_work_alone(pair: caches.Pair) -> None:
-    caches.check_alone(pair)
-
-
 @pytest.mark.skipif(
     Version(diffusers.__version__) < Version(transformers.NEWEST),
     reason="the page lists the classes of the newest diffusers",

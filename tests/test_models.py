@@ -1,5 +1,6 @@
-"""Every denoiser of the installed diffusers: it merges where the probe says, as a float64 loop
-does, or is refused for a reason that shows.
+"""Every denoiser of the installed diffusers.
+
+It merges where the probe says, as a float64 loop does, or is refused for a reason that shows.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from mame_sd.diffusion.families.layouts import UNLIKE
 from mame_sd.families import Family, Tokens, register_family
 from mame_sd.refused import DIFFUSERS
 from tests.builders.transformers import TEXT, H, W, normal, run
-from tests.matrix.models import images, others, refusals
-from tests.matrix.models.case import WORDS, Case, T
+from tests.matrix.backends import check_kernels
+from tests.matrix.models import images, others
+from tests.matrix.models.case import WORDS, Case, T, case
 from tests.matrix.models.probe import check_probe
 from tests.matrix.models.registry import CASES, MODELS
-from tests.matrix.models.sweep import RECORD, classes, kernels_of, outcome, tensors_of
+from tests.matrix.models.sweep import RECORD, classes, outcome, tensors_of
 from tests.matrix.models.watch import Attention, check_by_loop, merging
-from tests.matrix.rows import param
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 # One of each way in which attention is called: by itself, through the dispatcher, with a mask, with
-# fewer heads of keys than of queries, of a video. The command of the page tries all.
+# fewer heads of keys than of queries, of a video.
 KERNELS = (
     "SD3Transformer2DModel",
     "FluxTransformer2DModel",
@@ -46,8 +47,7 @@ def test_model(case: Case) -> None:
     model: Any = case.build()
     before = tensors_of(model, case)
     found = outcome(case, model)
-    recorded = {key: value for key, value in RECORDED[case.name].items() if key != "kernels"}
-    assert found == recorded, "run: python -m tests.matrix --sweep"
+    assert found == RECORDED[case.name], "run: python -m tests.matrix --sweep"
     with merging() as calls:
         merged = tensors_of(model, case)
     assert any(not torch.equal(a, b) for a, b in zip(merged, before, strict=True)), (
@@ -64,19 +64,19 @@ def test_model(case: Case) -> None:
         check_probe(case, model)
 
 
-@pytest.mark.parametrize("name", [param(name, sweep=name not in KERNELS) for name in MODELS])
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels(name: str) -> None:
-    found = kernels_of(MODELS[name], MODELS[name].build())
-    assert found == RECORDED[name]["kernels"]
+    case, model = MODELS[name], MODELS[name].build()
+    check_kernels(lambda: tensors_of(model, case), apply_mame(model, keep=0.5, min_tokens=1))
 
 
 def tiny(name: str) -> tuple[Any, dict[str, Any]]:
-    """The tiny model of a class of diffusers, and what it is called with."""
+    """Return the tiny model of a class of diffusers, and what it is called with."""
     return MODELS[name].build(), MODELS[name].inputs()
 
 
 def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
-    """The calls that merge of one forward, each checked against the loop."""
+    """Return the calls that merge of one forward, each checked against the loop."""
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     with torch.no_grad(), merging() as calls:
         model(**inputs)
@@ -87,8 +87,9 @@ def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
 
 
 def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
-    """Qwen-Image 2.1 attends to keys of its first call: they stay whole, and the image behind them
-    merges.
+    """Check Qwen-Image 2.1, which attends to keys of its first call.
+
+    They stay unmerged, and the image behind them merges.
     """
     model, inputs = tiny("QwenImage21Transformer2DModel")
     cache = QwenImage21KVCache(2)
@@ -99,8 +100,9 @@ def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
 
 
 def test_keys_of_cached_references_stand_before_the_image() -> None:
-    """Flux 2: text, references of an earlier call, the image; the call that fills the cache is left
-    alone.
+    """Check Flux 2 with text, references of an earlier call, and the image.
+
+    The call that fills the cache is left alone.
     """
     model, inputs = tiny("Flux2Transformer2DModel")
     for module in model.modules():
@@ -125,9 +127,7 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
 
 
 def test_the_last_of_several_images_merges() -> None:
-    """Z-Image's omni mode: captions of 32 + 32 tokens, a reference of 32, the image, 64 of
-    SigLIP's.
-    """
+    """Check Z-Image's omni mode: captions of 64, a reference of 32, the image, SigLIP's 64."""
     model: Any = images.z_image(siglip_feat_dim=16).build()
     inputs = images.omni()
     handle = apply_mame(model, keep=0.5, min_tokens=1)
@@ -155,9 +155,11 @@ def test_the_last_of_several_images_merges() -> None:
 
 
 def test_refiners_of_z_image_are_told_from_the_whole_sequence() -> None:
-    """In its omni mode a reference and what SigLIP sees of it fill 64 tokens each, so that the
-    refiner of images has as many tokens as image and SigLIP's together. Where captions are as long
-    as the image, the refiner of text is told by its path alone.
+    """Check two kinds of sequences of one length.
+
+    In the omni mode a reference and what SigLIP sees of it fill 64 tokens each, so that the refiner
+    of images has as many tokens as image and SigLIP's together. If captions are as long as the
+    image, only its path tells the refiner of text.
     """
     omni = images.omni()
     big = normal(4, 1, 10, 24)  # 5 x 12 tokens
@@ -175,7 +177,7 @@ def test_refiners_of_z_image_are_told_from_the_whole_sequence() -> None:
 
 
 def left_alone(model: Any, inputs: dict[str, Any], why: str) -> None:
-    """Merging leaves each layer of this call as it is, and the report says why."""
+    """Check that merging leaves each layer of this call as it is, and that the report says why."""
     before = run(inputs, model)
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     assert torch.equal(run(inputs, model), before)
@@ -207,8 +209,9 @@ def test_captions_of_unequal_length_put_images_elsewhere() -> None:
     [("Ideogram4Transformer2DModel", TEXT), ("HiDreamImageTransformer2DModel", 0)],
 )
 def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int) -> None:
-    """Ideogram 4 fills captions up at their left, HiDream at their right behind the image. In both
-    samples the image is at the same place, and it merges as the loop does.
+    """Check Ideogram 4, which pads captions at their left, and HiDream, at their right.
+
+    In both samples the image is at the same place, and it merges as the loop does.
     """
     model, inputs = tiny(name)
     for text, value in inputs.items():  # what the second sample lacks: that of Ideogram is masked
@@ -254,8 +257,9 @@ def test_keys_that_unets_add_stay_whole() -> None:
 
 @pytest.mark.parametrize("conditions", [(), (9,), (9, 25)], ids=str)
 def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...]) -> None:
-    """The coordinates are those of diffusers' own pipeline, which puts frames of conditions before
-    the video.
+    """Check coordinates of diffusers' own pipeline.
+
+    It puts frames of conditions before the video.
     """
     model, inputs = tiny("LTXVideoTransformer3DModel")
     pipe = LTXConditionPipeline
@@ -285,16 +289,10 @@ def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
 
 
 def test_a_registered_family_comes_before_a_refusal() -> None:
-    model = refusals.LINEAR[0].build()
+    model = case("SanaTransformer2DModel", num_layers=1, sample_size=16).build()
     before = dict(REGISTERED)
-    register_family(
-        Family(
-            "mine",
-            (type(model).__name__,),
-            ("Attention.attn2",),
-            lambda model, call: Tokens((H, W)),
-        )
-    )
+    kinds = (type(model).__name__,), ("Attention.attn2",)
+    register_family(Family("mine", *kinds, lambda model, call: Tokens((H, W))))
     try:
         assert apply_mame(model).root is model
     finally:
@@ -358,14 +356,3 @@ def test_refused_models_say_why(name: str) -> None:
     with pytest.raises(ValueError, match="does not merge: ") as caught:
         apply_mame(kind())
     assert DIFFUSERS[name] in str(caught.value)
-
-
-@pytest.mark.parametrize("case", [*refusals.LINEAR, *refusals.SPARSE], ids=lambda case: case.name)
-def test_no_softmax_goes_over_the_image(case: Case) -> None:
-    """Linear attention, and flex attention over blocks of keys: what softmax there is has the
-    text's keys.
-    """
-    model: Any = case.build()
-    with torch.no_grad(), Attention() as attention:
-        model(**case.inputs())
-    assert {key.shape[-2] for key in attention.keys} <= {TEXT}

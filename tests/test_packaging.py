@@ -29,9 +29,9 @@ os.symlink(models, into)  # as their own wheel puts them there
 models_folder.cache_clear()
 assert app.run([*generate, "--out", "run"]) == 0
 print(mame_sd.__file__, StableDiffusionMaMePipeline.__module__)
-assert evaluation.run(["score", "run", "run", "--json"]) == 0
+assert evaluation.run(["score", "run", "run", "--metrics", "psnr", "--json"]) == 0
 """
-GENERATE = ["generate", "--prompt", "key on a white background", "--steps", "1"]
+GENERATE = ["generate", "key on a white background", "--steps", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(wheel: Path) -> dict[str, str]:
-    """What the wheel holds, by the name of each file."""
+    """Return the content of the wheel by the name of each file."""
     with zipfile.ZipFile(wheel) as archive:
         return {n: archive.read(n).decode(errors="replace") for n in archive.namelist()}
 

@@ -1,5 +1,6 @@
-"""Reference images of edits merge by `references=`: each on its own grid, to its own share, as a
-float64 loop does it.
+"""Reference images of edits merge by `references=`.
+
+Each merges on its own grid, to its own share, as a float64 loop does it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def test_each_reference_merges_on_its_own_grid(edit: Edit) -> None:
 
 
 def check_probe(edit: Edit, model: Any, inputs: dict[str, Any]) -> None:
-    """A column of the last reference changes: its keys move, and no others do."""
+    """Change a column of the last reference: its keys move, and no others do."""
     (h, w), start = edit.sizes[-1], H * W + sum(a * b for a, b in edit.sizes[:-1])
     changed = inputs["hidden_states"].clone()
     if changed.dim() == 6 and changed.shape[1] == 2:  # items, the generated one last

@@ -18,7 +18,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that a release reads, ready for one."""
+    """Copy the files that a release reads, ready for one."""
     for name in {name for name, _ in (*VERSIONS, *OWNERS)} | {"CHANGELOG.md"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

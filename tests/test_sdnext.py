@@ -1,5 +1,6 @@
-"""The module of docs/sdnext.md, called as SD.Next calls its own: around each generation, with its
-options.
+"""The module of docs/sdnext.md, called as SD.Next calls its own.
+
+That is around each generation, with SD.Next's options.
 """
 
 from __future__ import annotations

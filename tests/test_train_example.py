@@ -20,7 +20,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *given: str | Path) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """A tiny ViT's configuration, and three colours of squares in class folders."""
+    """Make a tiny ViT's configuration, and three colours of squares in class folders."""
     form = ViTConfig(
         image_size=32, patch_size=4, hidden_size=16, num_hidden_layers=4, num_attention_heads=2,
         intermediate_size=32,
@@ -60,7 +60,7 @@ def test_merging_stands_where_the_form_says(form: str, blocks: set[int]) -> None
     model = AutoModelForImageClassification.from_config(config)
     merge = runpy.run_path(str(EXAMPLE))["merge"]
     report = merge(model, form, 0.5).report()
-    assert {number for number, block in enumerate(report.blocks) if block.merged} == blocks
+    assert {number for number, block in enumerate(report.layers) if block.merged} == blocks
     assert merge(model, "plain", 0.5) is None
 
 

@@ -11,22 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
-from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import InstalledMethod
 from mame_sd.runs.sampling import sample
 
-from ..memory import allocations, most, weight_bytes
-from ..timing import synchronize, timed
+from ..memory import peak_bytes, weight_bytes
+from ..timing import timed
 from .rows import Row
 from .timings import Timing, timed_rounds
 
 WARM_UP_STEPS = 2
-_DECODING = "mame-sd: decoding"
 
 
 def bench(
@@ -68,7 +65,8 @@ def bench(
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
         # CUDA counts while it is timed, a CPU in a separate call.
         if model.pipe.device.type == "cpu":
-            peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
+            one = replace(settings, steps=1)
+            peaks[name] = {"allocated": peak_call(model, one, batches[0], by_name[name])}
 
     def call(name: str, number: int) -> Timing:
         row, batch = by_name[name], batches[number % len(batches)]
@@ -109,62 +107,32 @@ def timed_call(
         Seconds per image, and peak bytes if the device counts them while it is timed (CUDA).
     """
     device = model.pipe.device
-    marks: dict[str, float] = {}
-    peak: dict[str, int] = {}
-
-    def at(name: str) -> None:
-        if name not in marks:
-            synchronize(device)
-            marks[name] = time.perf_counter()
-            if name == "decoding" and device.type == "cuda":
-                peak["denoising"] = torch.cuda.max_memory_allocated(device)
-
-    with installed(model, row, jobs), _marking(model, at):
+    with installed(model, row, jobs):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = time.process_time()
         _, seconds = timed(lambda: sample(model, settings, jobs), device)
         used = (time.process_time() - before) / len(jobs)
-    denoising = (
-        (marks["decoding"] - marks["denoising"]) / len(jobs) if "decoding" in marks else None
-    )
-    if device.type != "cuda":
-        return Timing(seconds / len(jobs), denoising, cpu=used if device.type == "cpu" else None)
     return Timing(
         seconds / len(jobs),
-        denoising,
-        torch.cuda.max_memory_allocated(device),
-        peak.get("denoising"),
+        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        used if device.type == "cpu" else None,
     )
 
 
-def peak_call(
-    model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
-) -> dict[str, Any]:
-    """Measure the peak bytes of one call on a CPU, from the profiler's record of allocations.
+def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row) -> int:
+    """Measure the peak bytes of one call on a CPU, weights included.
 
     Args:
         model: The model.
         settings: Settings of the images.
         jobs: The images of one batch.
         row: The row.
-
-    Returns:
-        Peaks by the names of `Timing`, weights included.
     """
-
-    def at(name: str) -> None:
-        if name == "decoding":
-            with record_function(_DECODING):
-                pass
-
-    with installed(model, row, jobs), _marking(model, at):
-        steps = allocations(lambda: sample(model, settings, jobs))
+    with installed(model, row, jobs):
+        allocated = peak_bytes(lambda: sample(model, settings, jobs))
     parts = [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
-    weights = weight_bytes(parts)
-    before = next((number for number, (name, _) in enumerate(steps) if name == _DECODING), None)
-    denoising = None if before is None else weights + most(steps[:before])
-    return {"allocated": weights + most(steps), "allocated_denoising": denoising}
+    return weight_bytes(parts) + allocated
 
 
 @contextmanager
@@ -183,18 +151,3 @@ def installed(
     finally:
         if method is not None:
             method.remove()
-
-
-@contextmanager
-def _marking(model: LoadedModel, at: Callable[[str], None]) -> Iterator[None]:
-    """Call `at` before each call of the denoiser ("denoising") and of the decoder ("decoding")."""
-    decoder = getattr(getattr(model.pipe, "vae", None), "decoder", None)
-    parts: list[tuple[str, nn.Module]] = [("denoising", denoiser_of(model.pipe))]
-    if isinstance(decoder, nn.Module):
-        parts.append(("decoding", decoder))
-    hooks = [part.register_forward_pre_hook(lambda *_, name=name: at(name)) for name, part in parts]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

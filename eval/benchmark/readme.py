@@ -105,18 +105,14 @@ def _case(
 
 def _terrain() -> Sampler:
     """Return the published UNet of terrain, which gives eight maps in one step."""
-    import torch
-
-    from ..networks.terrain_unet import TERRAIN, load_terrain
+    from ..networks.terrain_unet import TERRAIN, load_terrain, terrain_noise
     from ..weights.registry import REGISTRY
 
     model = load_terrain()
 
     def sample(number: int, steps: int) -> Any:
-        generator = torch.Generator().manual_seed(number)
-        noise = torch.randn(8, 1, 128, 128, generator=generator)
-        difficulty = torch.rand(8, generator=generator)
-        return model.denoise(80 * noise, 80, difficulty)
+        noise, difficulty = terrain_noise(number, maps=8)
+        return model.denoise(noise, 80, difficulty)
 
     identity = {"name": TERRAIN, "sha256": REGISTRY[TERRAIN].sha256}
     return Sampler(model.unet, sample, identity)

@@ -61,7 +61,8 @@ class Row(tables.Row):
 
 
 BASELINE, DEFAULT, RIVAL, FLOOR = "baseline", "mame-default", "tomesd-50", "mean-attention"
-FITTED = 128  # queries that the values of a rival's keys are fitted to
+# The default and what it has to beat, the paper's method, and attention that tells nothing of space
+USUAL = f"{DEFAULT},fewer-1,copied-0.125,random-0.25,{RIVAL},toma-50,mame-0.8,{FLOOR}"
 FEWER = "fewer-"  # with a number of steps after it
 COUNTS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -93,39 +94,23 @@ def _copied(share: float) -> Any:
     return Copied(MaMeConfig(mlp_keep=share))
 
 
-def _random(share: float, fit_queries: int = 0) -> Any:
-    return _rival("random keys", "random_keys", settings={"share": share}, fit_queries=fit_queries)
+def _random(share: float) -> Any:
+    return _rival("random keys", "random_keys", settings={"share": share})
 
 
 # Rows whose name ends in a share of the keys: label, family, method of the share.
 AT_SHARE: dict[str, tuple[str, Any, Callable[[float], Any]]] = {
-    "default-": (
-        "MaMe, keep {} of the keys",
-        "mame",
-        lambda share: Merging(MaMeConfig(keep=share)),
-    ),
     "unfitted-": (
         "MaMe, keep {} of the keys, not fitted",
         "mame",
         lambda share: Merging(MaMeConfig(keep=share, fit_queries=0)),
     ),
-    "random-fitted-": (
-        "{} of the keys at random, fitted",
-        "rival",
-        lambda share: _random(share, FITTED),
-    ),
-    "copied-": (
-        "MLPs on {} of the tokens, the nearest copied",
-        "rival",
-        _copied,
-    ),
+    "copied-": ("MLPs on {} of the tokens, the nearest copied", "rival", _copied),
     "random-": ("{} of the keys at random", "rival", _random),
 }
 
 
-_CELLS: dict[str, Any] = {"settings": {"cell": (2, 2)}}
-# Every row with a name of its own: the paper's table, our default, what every merging has to beat,
-# and attention that tells nothing of space. Each has a label, a family, and makes its method.
+# Every row with a name of its own: its label, its family, and what makes its method.
 _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
     BASELINE: ("baseline", "baseline", lambda: None),
     "tomesd-25": ("ToMeSD 25 %", "tomesd", partial(_tomesd, 0.25)),
@@ -133,21 +118,10 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
     "mame-0.7": ("MaMe+MaRe τ 0.7", "mame", lambda: Merging(MaMeConfig(tau=0.7))),
     "mame-0.8": ("MaMe+MaRe τ 0.8", "mame", lambda: Merging(MaMeConfig(tau=0.8))),
     DEFAULT: ("MaMe default", "mame", lambda: Merging(MaMeConfig())),
-    "means-2x2": ("means of 2 × 2 keys", "rival", partial(_rival, "means", "means", **_CELLS)),
-    "random-2x2": (
-        "one random key of 2 × 2",
+    "second-frames": (
+        "keys of every second frame",
         "rival",
-        partial(_rival, "random", "random_cells", **_CELLS),
-    ),
-    "means-2x2-fitted": (
-        "means of 2 × 2 keys, fitted",
-        "rival",
-        partial(_rival, "means", "means", fit_queries=FITTED, **_CELLS),
-    ),
-    "strided-1x2": (
-        "every second key",
-        "rival",
-        partial(_rival, "strided", "strided", settings={"cell": (1, 2)}),
+        partial(_rival, "second frames", "second_frames", frames=True),
     ),
     "todo-2": (
         "ToDo, one key of 2 × 2",
@@ -161,7 +135,6 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
         partial(_rival, "mean attention", "mean_attention", merge="qkv"),
     ),
 }
-WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2", "toma-50")  # not by default
 
 
 def own_row(text: str) -> Row:
@@ -180,7 +153,7 @@ def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
     """Return the baseline and the rows that `names` lists, separated by commas.
 
     Args:
-        names: Names of rows. If None, the paper's, means, random keys and mean attention.
+        names: Names of rows. If None, those of `USUAL`.
         own: Settings of further rows, see `own_row`.
 
     Raises:
@@ -209,8 +182,7 @@ def check_rows(names: str | None, own: Sequence[str] = ()) -> None:
 
 
 def _makers(names: str | None) -> list[Callable[[], Row]]:
-    if names is None:
-        return [partial(row_named, name) for name in _NAMED if name not in WHERE_NAMED]
+    names = USUAL if names is None else names
     makers: dict[str, Callable[[], Row]] = {BASELINE: partial(row_named, BASELINE)}
     for name in tables.names_in(names) or [names]:
         known, make = (name, partial(row_named, name)) if name in _NAMED else _numbered(name)
@@ -246,7 +218,7 @@ def _numbered(name: str) -> tuple[str, Callable[[], Row]]:
         share = float(number)
     except ValueError:
         share = 0.0
-    if not (0 < share < 1 or (share == 1 and family == "mame")):
+    if not 0 < share < 1:
         raise UserError(
             f"--rows {name}: expected a share to keep after {head}, above 0 and below 1, got"
             f" {number!r}; correct it"

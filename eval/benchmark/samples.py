@@ -56,6 +56,7 @@ def measure_samples(
     steps: int,
     record: Path,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
+    on_note: Callable[[str], object] = lambda note: None,
 ) -> dict[str, dict[str, Value]]:
     """Measure rows on a model, in turns.
 
@@ -67,6 +68,7 @@ def measure_samples(
         record: JSON lines that hold every draw as soon as it ends; a stopped call continues with
             it.
         on_progress: Called with the number of calls done and of all calls.
+        on_note: Called with the reason for each row that is left out.
 
     Returns:
         By row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians).
@@ -95,7 +97,8 @@ def measure_samples(
     for name in list(able):
         try:
             made(name, 0)
-        except NotApplicable:
+        except NotApplicable as error:
+            on_note(f"left out: {name} ({error})")
             del able[name]
     about = {
         "model": sampler.identity,

@@ -7,9 +7,11 @@ from typing import Any
 
 from mame_sd.errors import UserError
 
+from .rows import USUAL
+
 README = "readme"  # the suite of several cases, see `eval.benchmark.readme`
 _PAPER = ("fid", "is", "lpips", "psnr", "ssim", "clip_score")
-_COST = ("latency", "speedup", "denoising", "cpu", "memory", "memory_denoising")
+_COST = ("latency", "speedup", "cpu", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class Suite:
     Attributes:
         name: Its name.
         about: One line for the report, which adds what was really generated.
-        model: As for ``generate``. If None, the embedded one.
+        model: As for ``generate``.
         scheduler: As for ``generate``. If None, the model's.
         dtype: As for ``generate``.
         prompts: A prompt file, or "drawn" (from the embedded model's, half of them never trained
@@ -34,7 +36,7 @@ class Suite:
         rounds: Rounds of timing.
         fetch: Networks (`Metric.network`) whose weights may be fetched; others are used if they are
             here. If None, all.
-        rows: Names of rows instead of those of every benchmark, separated by commas.
+        rows: Names of rows, separated by commas. If None, the usual ones.
         own: Settings of further rows, such as `mlp_keep=0.125`.
         held_out: True to draw other prompts than those that defaults were chosen on.
         other_seed: If given, quality is measured against unmerged images of the same prompts and
@@ -43,7 +45,7 @@ class Suite:
 
     name: str
     about: str
-    model: str | None = None
+    model: str
     scheduler: str | None = None
     dtype: str = "auto"
     prompts: str | None
@@ -87,15 +89,6 @@ SUITES = {
             fetch=("lpips-alex",),
         ),
         Suite(
-            name="embedded",
-            about="Meant for every column, on a model that comes along.",
-            prompts="drawn",
-            num=128,
-            steps=10,
-            metrics=(*_PAPER, "clip_image", "fid_to_baseline", *_COST),
-            rounds=5,
-        ),
-        Suite(
             name="paper",
             about=(
                 "The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed"
@@ -113,6 +106,7 @@ SUITES = {
             width=768,
             metrics=(*_PAPER, "lpips_vgg", "clip_image", "fid_to_baseline", *_COST),
             rounds=5,
+            rows=f"tomesd-25,mame-0.7,{USUAL}",
         ),
     )
 }

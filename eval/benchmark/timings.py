@@ -12,7 +12,7 @@ from ..runner import Store, measure_cases
 from ..stats import median_interval
 from ..timing import quartiles
 
-FORMAT = "mame-sd timings 2"
+FORMAT = "mame-sd timings 3"
 KEYS = ("round", "method")
 MEBIBYTE = 2**20
 BUSY = "the machine was busy"
@@ -27,16 +27,12 @@ class Timing:
 
     Attributes:
         seconds: Wall-clock seconds per image.
-        denoising: Seconds of denoising per image; None for a pipeline without a decoder.
         allocated: Peak bytes, weights included.
-        allocated_denoising: Peak bytes before decoding.
         cpu: The process's CPU seconds per image, if the CPU computes.
     """
 
     seconds: float
-    denoising: float | None = None
     allocated: int | None = None
-    allocated_denoising: int | None = None
     cpu: float | None = None
 
 
@@ -100,7 +96,7 @@ def _timing(line: Mapping[str, Any]) -> Timing:
 def of_rounds(values: Sequence[float]) -> Value:
     """Return the median and quartiles of what rounds measured; one round has no quartiles."""
     low, median, high = quartiles(values)
-    value = Value(mean=median, n=len(values), statistic="median, quartiles")
+    value = Value(mean=median, n=len(values))
     return replace(value, low=low, high=high) if len(values) > 1 else value
 
 
@@ -118,7 +114,7 @@ def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -
     pairs = zip(timings, baseline, strict=True)
     ratios = [getattr(base, field) / getattr(own, field) for own, base in pairs]
     median, low, high = median_interval(ratios)
-    value = Value(mean=median, n=len(ratios), statistic="median of the rounds' ratios")
+    value = Value(mean=median, n=len(ratios))
     if field == "cpu":
         value = replace(value, note="of CPU time")
     return replace(value, low=low, high=high) if len(ratios) > 1 else value
@@ -140,10 +136,10 @@ def summary(
     """
     known = {
         field: [getattr(t, field) for t in timings if getattr(t, field) is not None]
-        for field in ("seconds", "denoising", "cpu", "allocated", "allocated_denoising")
+        for field in ("seconds", "cpu", "allocated")
     }
     costs: dict[str, Value] = {}
-    for name, field in (("latency", "seconds"), ("denoising", "denoising"), ("cpu", "cpu")):
+    for name, field in (("latency", "seconds"), ("cpu", "cpu")):
         values = known[field]
         if values and withhold_seconds and name != "cpu":
             costs[name] = Value(n=len(values), withheld=BUSY)
@@ -157,9 +153,8 @@ def summary(
         costs["speedup"] = speedup(timings, baseline, "cpu")
     else:
         costs["speedup"] = Value(n=len(timings), withheld=BUSY)
-    for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
-        if known[field]:
-            costs[name] = Value(mean=max(known[field]) / MEBIBYTE, n=len(known[field]))
+    if allocated := known["allocated"]:
+        costs["memory"] = Value(mean=max(allocated) / MEBIBYTE, n=len(allocated))
     return costs
 
 

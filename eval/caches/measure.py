@@ -114,8 +114,6 @@ def measure(
 ) -> Iterator[tuple[tuple[str, float], dict[str, Any]]]:
     """Measure rows with their shares of the cache on one case; `FULL` is the whole cache.
 
-    A question that the full cache answers wrong says nothing about other rows, which are left out.
-
     Args:
         meter: Runs prompts.
         rows: The rows by name.
@@ -123,10 +121,9 @@ def measure(
         missing: Names of rows, and shares of the cache.
 
     Yields:
-        A row and share with its result. For a passage the result has "kl" to the full cache and
-        "nll" of what follows (nats per token, means over all tokens but the first), and the shares
-        of keys ("kept") and of bytes ("bytes", with biases, slots and padding) that stayed. For a
-        question it says whether the answer is "right".
+        A row and share with its result: "kl" to the full cache and "nll" of what follows (nats per
+        token, means over all tokens but the first), and the shares of keys ("kept") and of bytes
+        ("bytes", with biases, slots and padding) that stayed.
     """
     for row in rows.values():
         if isinstance(row.method, KVzip):
@@ -136,13 +133,8 @@ def measure(
     want = meter.rest(start, seen, read)
     target = torch.tensor(case.rest[1:], device=want.device)
 
-    def right(got: Tensor) -> bool:
-        return torch.equal(got[-case.answer :].argmax(-1), target[-case.answer :])
-
     def figures(kept: Sequence[Kept]) -> dict[str, Any]:
         got = want if kept is start else meter.rest(kept, seen, read)
-        if case.answer:
-            return {"right": right(got)}
         counts = [float(one.real_keys().sum(-1).float().mean()) for one in kept]
         sizes = [
             sum(CompressedLayer(one, seen).nbytes for one in kept),
@@ -158,7 +150,7 @@ def measure(
     for name, share in missing:
         if (name, share) == FULL:
             yield FULL, figures(start)
-        elif not case.answer or right(want):
+        else:
             with torch.no_grad():
                 kept = rows[name].method.compress_all(start, share)
             yield (name, share), figures(kept)

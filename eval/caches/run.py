@@ -1,4 +1,4 @@
-"""Measure caches on passages and questions: `mame-sd-eval cache`.
+"""Measure caches on passages: `mame-sd-eval cache`.
 
 A run can be resumed; every result is one JSON line.
 """
@@ -18,13 +18,13 @@ from mame_sd.runs.model_files import ModelChoice
 from ..networks.pretrained import load_pretrained, load_smollm2
 from ..runner import Store, measure_cases
 from ..tables import named
-from .cases import Case, passages, questions, text_files
+from .cases import passages, text_files
 from .measure import FULL, Meter, measure
 from .rows import all_rows
 from .settings import CacheSettings
 
-FORMAT = "mame-sd caches 1"
-KEYS = ("model", "half", "case", "kind", "length", "row", "share")
+FORMAT = "mame-sd caches 2"
+KEYS = ("model", "half", "case", "length", "row", "share")
 SMOLLM2 = "smollm2"
 REPEAT = "\n\nRepeat the previous context exactly.\n"
 
@@ -52,7 +52,7 @@ def run_cache(
     """
     check_place(out, out)
     rows = named(settings.rows, all_rows())
-    files = text_files(settings.texts) if settings.num else {}
+    files = text_files(settings.texts)
     how: dict[str, Any] = {"rest": settings.rest}
     how |= {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
     store = Store(out / "results.jsonl", FORMAT, "results of caches", how, KEYS)
@@ -63,11 +63,7 @@ def run_cache(
         return ids
 
     length = settings.length
-    cases: list[Case] = []
-    if settings.num:
-        cases += passages(tokens, files, settings.half, settings.num, length, settings.rest)
-    for task in settings.asked:
-        cases += questions(task, tokens, settings.prompts, length)
+    cases = passages(tokens, files, settings.half, settings.num, length, settings.rest)
     run = {"model": choice.model, "half": settings.half, "length": length}
     with Meter(model, tokens(REPEAT)) as meter:
         measure_cases(
@@ -75,11 +71,9 @@ def run_cache(
             cases,
             [FULL, *((row.name, share) for row in rows.values() for share in settings.kept)],
             partial(measure, meter, rows),
-            lambda case, row: {
-                **run, "case": case.name, "kind": case.kind, "row": row[0], "share": row[1]
-            },
+            lambda case, row: {**run, "case": case.name, "row": row[0], "share": row[1]},
             on_progress=on_progress,
-        )  # fmt: skip
+        )
     names, of = {*rows, FULL[0]}, {case.name for case in cases}
     results = (line for line in store.lines.values() if run.items() <= line.items())
     return [line for line in results if line["case"] in of and line["row"] in names]

@@ -8,10 +8,9 @@ from pathlib import Path
 from mame_sd.errors import UserError
 from mame_sd.runs.options import option
 
-from ..tables import named, names_in
+from ..tables import named
 
 HALVES = ("development", "report")
-TASKS = ("needles", "pairs")
 # Names of `rows.all_rows`, which imports torch.
 ROWS = (
     *("random", "snapkv", "h2o", "expected-attention"),
@@ -31,14 +30,10 @@ class CacheSettings:
         None, "Folder of HTML, Python or plain text. Without it, Python's own.", metavar="DIR"
     )
     half: str = option("report", "Which half of the files: report, or development to tune on.")
-    num: int = option(40, "Passages of text; 0: none.")
-    prompts: int = option(40, "Prompts of each task.")
+    num: int = option(40, "Passages of text.")
     length: int = option(1024, "Tokens of a prompt.")
     rest: int = option(128, "Tokens that follow it, on which methods are compared.")
     shares: str = option("0.25,0.125", "Shares of the cache, with commas between.")
-    tasks: str = option(
-        "", "Retrieval tasks, with commas between: needles, pairs.", metavar="NAMES"
-    )
     rows: str | None = option(
         None, "Methods, with commas between. Without it, all.", metavar="NAMES"
     )
@@ -47,7 +42,7 @@ class CacheSettings:
     )
 
     def __post_init__(self) -> None:
-        limits = (("num", 0), ("prompts", 1), ("length", 64), ("rest", 2))
+        limits = (("num", 1), ("length", 64), ("rest", 2))
         for name, least in limits:
             value = getattr(self, name)
             if value < least:
@@ -58,9 +53,6 @@ class CacheSettings:
         for share in self.kept:
             if not 0 < share < 1:
                 raise UserError(f"--shares: expected shares above 0 and below 1, got {share}")
-        for task in self.asked:
-            if task not in TASKS:
-                raise UserError(f"--tasks: expected some of {', '.join(TASKS)}, got {task!r}")
 
     @property
     def kept(self) -> tuple[float, ...]:
@@ -71,8 +63,3 @@ class CacheSettings:
             raise UserError(
                 f"--shares: expected numbers with commas between, got {self.shares!r}"
             ) from None
-
-    @property
-    def asked(self) -> list[str]:
-        """Names of the tasks of questions."""
-        return names_in(self.tasks)

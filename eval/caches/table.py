@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..stats import mean_interval, paired_difference, wilson
+from ..stats import mean_interval, paired_difference
 from ..tables import interval_cell, markdown_table
-from .cases import TEXT
 from .rows import DEFAULT, PUBLISHED, all_rows
 
 Results = Sequence[Mapping[str, Any]]
@@ -19,24 +18,18 @@ Results = Sequence[Mapping[str, Any]]
 
 def summary(results: Results) -> dict[str, Any]:
     """Return all figures of the table as JSON values."""
-    figures: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None, "retrieval": []}
-    for kind in sorted({r["kind"] for r in results}, key=lambda kind: (kind != TEXT, kind)):
-        by_share: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
-        for row in ("full", *all_rows()):
-            for line in results:
-                if (line["kind"], line["row"]) == (kind, row):
-                    by_share.setdefault(line["share"], {}).setdefault(row, []).append(line)
-        for share, rows in sorted(by_share.items(), reverse=True):
-            if kind != TEXT:
-                figures["retrieval"] += [
-                    {"task": kind, "row": row, "share": share, **_right(lines)}
-                    for row, lines in rows.items()
-                ]
-            elif "full" in rows:
-                figures["full_nll"] = _mean(rows["full"], "nll")
-            else:
-                figures["texts"] += [_text(row, share, lines) for row, lines in rows.items()]
-                figures["ratios"] += _ratios(rows, share)
+    figures: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None}
+    by_share: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
+    for row in ("full", *all_rows()):
+        for line in results:
+            if line["row"] == row:
+                by_share.setdefault(line["share"], {}).setdefault(row, []).append(line)
+    for share, rows in sorted(by_share.items(), reverse=True):
+        if "full" in rows:
+            figures["full_nll"] = _mean(rows["full"], "nll")
+        else:
+            figures["texts"] += [_text(row, share, lines) for row, lines in rows.items()]
+            figures["ratios"] += _ratios(rows, share)
     return figures
 
 
@@ -72,12 +65,8 @@ def _mean(lines: Results, name: str) -> float:
     return math.fsum(values) / len(values)
 
 
-def _right(lines: Results) -> dict[str, Any]:
-    return wilson(sum(line["right"] for line in lines), len(lines))
-
-
 def format_table(figures: Mapping[str, Any]) -> str:
-    """Format the figures as Markdown: KL by row and share, ratios, questions."""
+    """Format the figures as Markdown: KL by row and share, and ratios."""
     tables: list[str] = []
     shares = list(dict.fromkeys(e["share"] for e in figures["texts"]))
     if shares:
@@ -112,26 +101,4 @@ def format_table(figures: Mapping[str, Any]) -> str:
         ]
         heads = ["method", "share", "best that drops keys", "ratio of KL", "difference", "p"]
         tables.append(markdown_table(heads, rows))
-    if figures["retrieval"]:
-        tables.append(_retrieval(figures["retrieval"]))
     return "\n\n".join(tables)
-
-
-def _retrieval(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Format the percentages of right answers.
-
-    The full cache is measured on all prompts, the others on those that it answers.
-    """
-    cells = {(e["row"], e["task"], e["share"]): e for e in entries}
-    columns = list(dict.fromkeys((e["task"], e["share"]) for e in entries if e["row"] != "full"))
-    rows = []
-    for row in dict.fromkeys(e["row"] for e in entries):
-        entries_by_share = [
-            cells.get((row, task, 1.0 if row == "full" else share)) for task, share in columns
-        ]
-        counts = dict.fromkeys(str(e["n"]) for e in entries_by_share if e)  # of each task
-        rows.append(
-            [row, *(interval_cell(e, 0) if e else "" for e in entries_by_share), " ".join(counts)]
-        )
-    heads = ["method", *(f"{task} at {share:g}" for task, share in columns), "n"]
-    return markdown_table(heads, rows)

@@ -1,7 +1,6 @@
 """Caption every picture by every row: `mame-sd-eval caption`.
 
     OUT/captions.jsonl     a line for each row and picture: caption, visual tokens, seconds
-    OUT/captions.json      the figures of the table
 
 KL is the divergence from the unmerged model's next words to a row's, in nats, as a mean over the
 words of the unmerged model's caption.
@@ -13,7 +12,6 @@ again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.files import check_place, write_atomically
+from mame_sd.runs.files import check_place
 from mame_sd.runs.model_files import ModelChoice
 
 from ..images import load_image
@@ -83,9 +81,7 @@ def run_caption(
     store = Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
     captioner = load_captioner(choice, settings.prompt, settings.weights_dir)
     caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
-    result = {"identity": identity, "rows": figures_of(store.lines, pictures, rows)}
-    write_atomically(out / "captions.json", f"{json.dumps(result, indent=1)}\n".encode())
-    return result
+    return {"identity": identity, "rows": figures_of(store.lines, pictures, rows)}
 
 
 def caption_pictures(
@@ -138,12 +134,12 @@ def _caption(captioner: Captioner, row: str, inputs: dict[str, Any], tokens: int
         write = partial(captioner.model.generate, **inputs, do_sample=False)  # the row's
         _, first = seconds_of(partial(write, max_new_tokens=1), captioner.device)
         ids, whole = seconds_of(partial(write, max_new_tokens=tokens), captioner.device)
-        visual = calls.report().kept / 2  # both calls
+        (visual,) = calls.report().layers
     written = ids[0, inputs["input_ids"].shape[1] :]
     return {
         "caption": captioner.text(written),
         "ids": written.tolist(),
-        "visual": visual,
+        "visual": visual.tokens_kept,
         "first": first,
         "whole": whole,
     }

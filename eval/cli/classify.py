@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mame_sd.cli.console import note
 from mame_sd.errors import UserError
-from mame_sd.runs.model_files import EMBEDDED, ModelChoice
+from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import joined, this_process
 
 from ..benchmark.results import check_out
@@ -16,11 +15,10 @@ from ..images import turned_note
 from ..perception.answers import Asked
 from ..perception.data import ImageSet, labelled, open_images
 from ..perception.encoders import LoadedEncoder, load_encoder
-from ..perception.heads import Head, class_names, nearest_head, prompt_templates, text_head
-from ..perception.rows import VIDEO, Row
+from ..perception.heads import Head, class_names, prompt_templates, text_head
+from ..perception.rows import Row
 from ..perception.run import Classification
 from ..results.schema import Results
-from ..runner import Stage
 from .benchmark import check_gates, stages
 from .options import ClassifyOptions
 
@@ -53,21 +51,12 @@ def run_classify(
 
     check_out(out)
     assert options.data is not None
-    if suite == VIDEO and choice.model is None:
-        choice = replace(choice, model=f"{EMBEDDED}video")
     process = this_process()
     encoder = load_encoder(choice, process.local_rank)
-    if (encoder.frames is not None) != (suite == VIDEO):
-        sees = "clips" if encoder.frames is not None else "images"
-        raise UserError(
-            f"--suite: expected {VIDEO} for a model of clips and another one for images, got"
-            f" {suite} for {type(encoder.model).__name__}, which sees {sees}; change it"
-        )
     images = open_images(options.data, options.num, encoder.frames)
     if process.is_main and (said := turned_note(images.folder / name for name in images.files)):
         note(said)
-    stage = stages(process)
-    head, images, about = make_head(encoder, images, options, stage)
+    head, images, about = make_head(encoder, images, options)
     with joined(process):
         results = Classification(
             suite=suite,
@@ -77,7 +66,7 @@ def run_classify(
             rounds=options.rounds,
             out=out,
             process=process,
-            stage=stage,
+            stage=stages(process),
             command=command,
         ).run()
     if not process.is_main:
@@ -88,7 +77,7 @@ def run_classify(
 
 
 def make_head(
-    encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions, stage: Stage
+    encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions
 ) -> tuple[Head, ImageSet, dict[str, Any]]:
     """Return how the model answers, the images with its class numbers, and JSON values on both.
 
@@ -96,12 +85,16 @@ def make_head(
         encoder: the model.
         images: the images.
         options: the options.
-        stage: shows progress.
 
     Raises:
         UserError: options or folders don't fit the model.
     """
     names, templates = options.classes, options.templates
+    if not (encoder.classifies or encoder.compares_text):
+        raise UserError(
+            "--model: expected a model with a classifier or a text half, got"
+            f" {type(encoder.model).__name__}; give one of these"
+        )
     if not encoder.compares_text and (names or templates):
         flag = "--classes" if names else "--templates"
         raise UserError(
@@ -113,9 +106,6 @@ def make_head(
         if images.labels is not None:
             images, how = labelled(images, encoder.labels)
         return Head(encoder), images, {"head": "the model's classifier", "labels": how}
-    if not encoder.compares_text:
-        with stage("gallery: features") as on_progress:
-            return nearest_head(encoder, images, options.batch_size, on_progress)
     classes, prompts = class_names(names, images.classes), prompt_templates(templates, encoder)
     about = {"head": "zero-shot", "classes": classes, "templates": prompts}
     return text_head(encoder, classes, prompts), images, about

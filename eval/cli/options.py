@@ -13,7 +13,7 @@ from mame_sd.runs.options import option
 
 from ..metric_list import FID_BACKENDS
 
-CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "video")  # of `perception.rows`
+CLASSIFY_SUITES = ("vit", "ablation")  # of `perception.rows`
 WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
 
 

@@ -120,7 +120,7 @@ def _measured(
         return None
     with stages(this_process())(f"{case.title}: samples") as on_progress:
         record = place.with_suffix(".jsonl")
-        values = measure_samples(sampler, rows, draws, case.steps, record, on_progress)
+        values = measure_samples(sampler, rows, draws, case.steps, record, on_progress, note)
     made = {"command": command, "commit": commit()}
     by_row = [(row, values[row.name]) for row in rows if row.name in values]
     return stored_case(f"{case.title}, {draws} draws", made, by_row)

@@ -47,7 +47,7 @@ class Kind:
 
 KINDS = {
     "photographs": Kind(name="photographs", shape=(3, 64, 64), thumbnails=1),
-    "video": Kind(name="video", shape=(3, 8, 32, 32), thumbnails=2),
+    "video": Kind(name="video", shape=(3, 8, 32, 32), thumbnails=2, heads=4, blocks=5),
 }
 
 
@@ -64,19 +64,33 @@ class Instrument(nn.Module):
         self.kind = kind
         self.model: Any = _new_sd3(kind) if len(kind.shape) == 3 else _new_wan(kind)
 
-    def forward(self, noisy: Tensor, time: Tensor, thumbnails: Tensor, known: Tensor) -> Tensor:
+    def forward(
+        self,
+        noisy: Tensor,
+        time: Tensor,
+        thumbnails: Tensor,
+        known: Tensor,
+        corner: tuple[int, int] = (0, 0),
+    ) -> Tensor:
         """Return the velocity, noise less the clean sample.
 
         Args:
             noisy: (1 - time) * clean + time * noise [B, *kind.shape]; clean pixels are in -1..1.
+                A clip can be a window of all its frames, [B, 3, frames, side, side].
             time: share of the noise, 0 to 1 [B].
             thumbnails: the condition [B, kind.thumbnails, 3, 8, 8], in -1..1.
             known: 1 where the model is given the condition, 0 where it has none [B].
+            corner: row and column of a window in its clip.
         """
         context = self.context(thumbnails) * known[:, None, None]
         timestep = 1000 * time
         if len(self.kind.shape) == 4:
-            return self.model(noisy, timestep, context.to(noisy.dtype), return_dict=False)[0]
+            row, column = corner
+            height, width = noisy.shape[-2:]
+            frames = self.known_frames(thumbnails) * known[:, None, None, None, None]
+            frames = frames[..., row : row + height, column : column + width].to(noisy.dtype)
+            given = torch.cat([noisy, frames], 1)
+            return self.model(given, timestep, context.to(noisy.dtype), return_dict=False)[0]
         colour = context[..., :3].mean(1)
         states = (noisy, context.to(noisy.dtype), colour.to(noisy.dtype), timestep)
         return self.model(*states, return_dict=False)[0]
@@ -91,6 +105,23 @@ class Instrument(nn.Module):
         which = torch.eye(count, device=thumbnails.device)[None, :, None, None].expand(grid)
         colour = thumbnails.float().movedim(2, -1)
         return torch.cat([colour, row, column, which], -1).flatten(1, 3)
+
+    def known_frames(self, thumbnails: Tensor) -> Tensor:
+        """Return the first and last thumbnail at a clip's size, as Wan's image-to-video models do.
+
+        Args:
+            thumbnails: [B, 2, 3, 8, 8].
+
+        Returns:
+            [B, 4, frames, height, width]: colours, and a mask that is 1 in the first and last
+            frame. All else is zero.
+        """
+        _, count, height, width = self.kind.shape
+        large = F.interpolate(thumbnails.flatten(0, 1).float(), (height, width))
+        large = F.pad(large, (0, 0, 0, 0, 0, 1), value=1.0)
+        first, last = large.unflatten(0, thumbnails.shape[:2]).unsqueeze(3).unbind(1)
+        between = torch.zeros_like(first).expand(-1, -1, count - 2, -1, -1)
+        return torch.cat([first, between, last], 2)
 
 
 def thumbnails_of(samples: Tensor) -> Tensor:
@@ -128,7 +159,7 @@ def _new_wan(kind: Kind) -> nn.Module:
 
     model = WanTransformer3DModel(
         patch_size=(1, 2, 2),
-        in_channels=3,
+        in_channels=3 + 4,  # see `known_frames`
         out_channels=3,
         num_layers=kind.blocks,
         attention_head_dim=64,

@@ -1,8 +1,8 @@
 """CLIP score (Hessel et al., 2021) and the cosine of two images' CLIP embeddings.
 
-Own code, because torchmetrics' CLIPScore (1.9) does not run with transformers 5, and cuts long
-captions without their end token, so that they all score alike. Here the tokenizer cuts them and
-keeps the end token, and `Clip.cut` says which ones.
+Own code, because torchmetrics' CLIPScore (1.9) fails with transformers 5, and cuts long captions
+without their end token, so that all of them get similar scores. Here the tokenizer cuts them and
+keeps the end token, and `Clip.cut` returns the captions that are too long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Frechet distance between two sets of features as Gaussians (Heusel et al., 2017).
 
-Own code, because torchmetrics takes features alone and no file of statistics (`--reference
-photos.npz`). Of 200 images with 2,048 features it also takes 4.2 CPU seconds instead of .01 and
-loses digits, for it looks for the eigenvalues of a singular product.
+Own code, because torchmetrics takes no file of statistics (`--reference photos.npz`). For 200
+images with 2,048 features it also takes 3.9 CPU seconds instead of .02.
 
 The distance is |mean gap|^2 + tr A + tr B - 2 tr (A B)^(1/2). With A = F^T F and B = G^T G the last
 trace is the sum of the singular values of F G^T, which is exact for singular covariances too.

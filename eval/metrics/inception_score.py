@@ -1,8 +1,8 @@
 """Inception score (Salimans et al., 2016).
 
-It says how sure a classifier is of each image, and how varied its answers are. Own code, because
-torchmetrics shuffles by the global generator, so that a score can't be repeated, and its deviation
-over parts is not the published one (it divides by one part fewer).
+It measures how sure a classifier is of each image, and how varied its answers are. Own code,
+because torchmetrics' standard deviation over parts is not the published one (it divides by the
+number of parts minus one), and because it shuffles with the global random generator.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 It is the squared maximum mean discrepancy by a cubic polynomial kernel, unbiased for any number of
 images. Own code, because torchmetrics can't compare sets of different sizes: it draws subsets of
-one size from both, by the global generator. On whole sets of one size the two are equal.
+one size from both, with the global random generator. For two whole sets of one size the results are
+equal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LPIPS of image pairs (Zhang et al., 2018, version 0.1): how different a person would find them.
 
-It is 0 for equal images: the distance of unit-length features of a classifier, weighted per
-channel. Own code, because torchmetrics and the authors' package build their networks by
-torchvision, whose wheels fit one build of torch and break diffusers next to another.
+It is the distance between unit-length features of a classifier, weighted per channel, and 0 for
+equal images. Own code, because torchmetrics and the authors' package build their networks with
+torchvision: its wheels fit one build of torch and break diffusers next to another.
 
 The distance depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768
 pixels). So compare at one size and say which.

@@ -1,8 +1,7 @@
 """PSNR of image pairs.
 
-That of whole images is torchmetrics', that of the object on a ground is own code, because
-torchmetrics takes no masks. Each pair has its own value, because pooling the errors first hides the
-worst images.
+`psnr` is torchmetrics'. `object_psnr` is own code, because torchmetrics takes no masks. Each pair
+has its own value, because pooling the errors first hides the worst images.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 As in the authors' code, the Gaussian window has 11 x 11 pixels and a sigma of 1.5, K1 = 0.01 and
 K2 = 0.03, and only places count where the whole window fits. torchmetrics' own mean includes the
-border, where the window covers mirrored pixels: .50 for .55 on small images. So its map is taken,
-and the border is cut off. In float64, because variances are differences of nearly equal numbers.
+border, where the window covers mirrored pixels: .50 instead of .55 on small images. So we cut the
+border off its map. The map is in float64, because variances are differences of nearly equal
+numbers.
 """
 
 from __future__ import annotations

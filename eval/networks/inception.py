@@ -1,8 +1,9 @@
 """The Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05.
 
-It has 1,008 classes and differs from torchvision's: average pools leave padding out, the last block
-pools by maximum, inputs are (x - 128) / 128. Scores use logits without the bias. Tensors have the
-names of the published state dicts (pytorch-fid, torch-fidelity).
+Own code, because torchmetrics takes this network from torch-fidelity, which imports torchvision
+(see `eval.metrics.lpips`). It has 1,008 classes and differs from torchvision's: average pools leave
+padding out, the last block pools by maximum, inputs are (x - 128) / 128. Scores use logits without
+the bias. Tensors have the names of the published state dicts (pytorch-fid, torch-fidelity).
 """
 
 from __future__ import annotations

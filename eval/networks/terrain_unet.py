@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..weights.load import load
@@ -113,6 +114,13 @@ def load_terrain(weights_dir: Path | None = None, offline: bool = False) -> Terr
         {name: value.view(own[name].shape) for name, value in renamed.items()}
     )
     return model
+
+
+def terrain_noise(seed: int, maps: int) -> tuple[Tensor, Tensor]:
+    """Draw noise of sigma 80 [maps, 1, 128, 128], and the difficulty of each map [maps]."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(maps, 1, 128, 128, generator=generator)
+    return 80 * noise, torch.rand(maps, generator=generator)
 
 
 def slope(maps: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mame_sd.runs.processes import Process
 
 from ..benchmark.timings import Timing, timed_rounds
-from ..memory import allocations, most, weight_bytes
+from ..memory import peak_bytes, weight_bytes
 from ..runner import Store, measure_cases
 from ..timing import timed
 from .data import ImageSet
@@ -111,7 +111,7 @@ def answers_of(
         with method.counting(asked.head.encoder.model) as handle:
             answers = asked.head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
-        tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
+        tokens = [report.layers[0].tokens_in, *(block.tokens_kept for block in report.layers)]
         yield None, {"answers": answers, "flops": report.flops, "tokens": tokens}
 
     before = len(done)
@@ -197,7 +197,7 @@ def speed_of(
         with methods[name].on(model):
             head.logits(batch)
             if device.type == "cpu":  # CUDA counts while it is timed, a CPU in a separate call
-                peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(batch)))
+                peaks[name] = weight_bytes([model]) + peak_bytes(lambda: head.logits(batch))
 
     def call(name: str, number: int) -> Timing:
         batch = inputs(number)

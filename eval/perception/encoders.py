@@ -1,8 +1,7 @@
 """Load a vision transformer with its image processor.
 
-It is a folder or hub id in the format of transformers or timm, the embedded CLIP, or a DINOv2-S
-from a package registry. Every failure becomes a UserError that says what was expected, what came
-and what to do.
+It is a folder or hub id in the format of transformers or timm, or an embedded model. Every failure
+becomes a UserError that says what was expected, what came and what to do.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from mame_sd.errors import UserError, first_line
 from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder, name_of
-
-from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2
-from ..weights.registry import REGISTRY
 
 EMBEDDED_ENCODER = EMBEDDED + "clip"
 SMALLEST = 2  # pixels; of one nothing can be told
@@ -135,32 +131,26 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     """
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    if choice.model == SALIENCY:
-        name, digest = SALIENCY, REGISTRY[SALIENCY].sha256
-        loaded: tuple[Any, Any, Any]
-        loaded = load_dinov2(offline=choice.offline), _processor(224, 224, MEAN, DEVIATION), None
-    else:
-        name = choice.model or EMBEDDED_ENCODER
-        if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
-            name = f"timm/{name}"
-        folder, name = find_folder(name, partial(_downloaded, choice)), name_of(name)
-        digest = digest_of(folder)
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            if "architecture" in config:
-                loaded = _of_timm(folder)
-            else:
-                loaded = _of_transformers(folder, config["architectures"][0], dtype)
-        except UserError:
-            raise
-        except Exception as error:  # a missing file raises OSError, a broken one nearly anything
-            raise UserError(
-                f"--model {name}: expected a model of transformers with config.json that names its"
-                " class in architectures, and preprocessor_config.json (and a tokenizer where it"
-                f" has a text half), or one of timm, got {type(error).__name__}:"
-                f" {first_line(error)}; copy the whole folder from the hub"
-            ) from error
-    model, processor, tokenizer = loaded
+    name = choice.model or EMBEDDED_ENCODER
+    if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
+        name = f"timm/{name}"
+    folder, name = find_folder(name, partial(_downloaded, choice)), name_of(name)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "architecture" in config:
+            model, processor, tokenizer = _of_timm(folder)
+        else:
+            kind = config["architectures"][0]
+            model, processor, tokenizer = _of_transformers(folder, kind, dtype)
+    except UserError:
+        raise
+    except Exception as error:  # a missing file raises OSError, a broken one nearly anything
+        raise UserError(
+            f"--model {name}: expected a model of transformers with config.json that names its"
+            " class in architectures, and preprocessor_config.json (and a tokenizer if it has a"
+            f" text half), or one of timm, got {type(error).__name__}: {first_line(error)}; copy"
+            " the whole folder from the hub"
+        ) from error
     try:
         find_encoder(model)
     except ValueError as error:
@@ -168,7 +158,7 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     identity = {
         "name": name,
         "class": type(getattr(model, "timm", model)).__name__,
-        "sha256": digest,
+        "sha256": digest_of(folder),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
     }

@@ -1,15 +1,8 @@
-"""Turn a model's output into answers.
-
-Answers come from its classifier, from the class whose prompts are nearest (zero-shot), or from the
-nearest image of a gallery. A model that returns features only answers by a gallery: half of the
-images with the unmerged model's features, since a merged model has to find what is stored. The
-other half are the questions. Papers compare features without a classifier by this nearest-neighbour
-classification.
-"""
+"""Turn a model's output into answers: by its classifier, or by the nearest class's prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +13,7 @@ from torch.nn import functional as F
 
 from mame_sd.embedded.model import BACKGROUNDS, caption
 from mame_sd.errors import UserError
-from mame_sd.perception.encoder_registry import find_encoder
 
-from .data import ImageSet
 from .encoders import EMBEDDED_ENCODER, LoadedEncoder
 
 TEMPLATES = ("a photo of a {}.",)
@@ -35,51 +26,20 @@ class Head:
 
     Attributes:
         encoder: The model.
-        vectors: Unit vectors [N, d] of prompts or of a gallery, which images are compared with. If
-            None, the model has its own classifier.
-        answers: The answer that each vector of a gallery stands for, [N]. If None, vectors belong
-            to the classes' prompts.
+        vectors: Unit vectors [classes, d] of the classes' prompts. If None, the model has its own
+            classifier.
     """
 
     encoder: LoadedEncoder
     vectors: Tensor | None = None
-    answers: Tensor | None = None
 
     def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Compute logits of what `LoadedEncoder.inputs` returned.
-
-        Where there are vectors they are cosines, and -2 for an answer without an image in the
-        gallery.
-        """
+        """Compute logits of what `LoadedEncoder.inputs` returned; with vectors they are cosines."""
         model = self.encoder.model
         if self.vectors is None:
             logits: Tensor = model(**inputs).logits
             return logits
-        if self.answers is None:
-            return unit(model.get_image_features(**inputs)) @ self.vectors.T
-        cosines = summary(model, inputs) @ self.vectors.T
-        logits = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
-        return logits.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
-
-
-def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return unit vectors [B, d] that stand for whole images.
-
-    They are the class token, or else what the model pools, or else the mean over tokens. Raises
-    UserError for a model that returns no tokens.
-    """
-    output = model(**inputs)
-    tokens = getattr(output, "last_hidden_state", None)
-    if tokens is None:
-        raise UserError(
-            "--model: expected a model with a classifier, a text half or tokens, got"
-            f" {type(model).__name__}; give one of these"
-        )
-    encoder, _, spec = find_encoder(model)
-    pooled = getattr(output, "pooler_output", None)
-    if spec.prefix_tokens_of(encoder):
-        pooled = tokens[:, 0]
-    return unit(tokens.mean(1) if pooled is None else pooled)
+        return unit(model.get_image_features(**inputs)) @ self.vectors.T
 
 
 def unit(features: Any) -> Tensor:
@@ -89,45 +49,6 @@ def unit(features: Any) -> Tensor:
     """
     rows = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(rows.float(), dim=-1)
-
-
-@torch.no_grad()
-def nearest_head(
-    encoder: LoadedEncoder,
-    images: ImageSet,
-    size: int,
-    on_progress: Callable[[int, int], object],
-) -> tuple[Head, ImageSet, dict[str, Any]]:
-    """Make a head that answers by the nearest image of a gallery.
-
-    Args:
-        encoder: The model.
-        images: The images in the order of batches; the first half is the gallery.
-        size: Size of a batch.
-        on_progress: Called with the number of images of the gallery done and of all its images.
-
-    Returns:
-        The head, the half of the images that are questions, and JSON values that say how it
-        answers.
-
-    Raises:
-        UserError: If there are fewer than two images, or if one can't be read.
-    """
-    middle = len(images.files) // 2
-    if not middle:
-        raise UserError(
-            f"--data {images.folder}: expected 2 images or more for a model that gives features"
-            f" alone, got {len(images.files)}; add some"
-        )
-    first, second = images.part(slice(middle)), images.part(slice(middle, None))
-    rows = []
-    for places in first.batches(size):
-        rows.append(summary(encoder.model, encoder.inputs(first.load(places))))
-        on_progress(places.stop, middle)
-    answers = range(middle) if first.labels is None else first.labels
-    numbers = torch.tensor([*answers], device=encoder.device)
-    about = {"head": "the nearest image of a gallery", "gallery": first.about()}
-    return Head(encoder, torch.cat(rows), numbers), second, about
 
 
 @torch.no_grad()

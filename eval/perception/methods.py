@@ -192,7 +192,7 @@ def at_flops(
     patch = 1 if embed is None else embed.kernel_size[-1]
     with rival_on(model, Rule()) as handle:
         call()
-        tokens = handle.report().blocks[0].tokens_in
+        tokens = handle.report().layers[0].tokens_in
 
     def of(part: float) -> float:
         value = knob.at(part, tokens, side // patch, patch)

@@ -27,13 +27,12 @@ from ..benchmark.timings import of_rounds, summary
 from ..metric_list import METRICS, Metric, cost, fidelity, quality
 from ..results.schema import Gate, MethodResult, Results, Value
 from ..runner import Stage
-from ..stats import share_difference, wilson
+from ..stats import mcnemar_p, wilson
 from .answers import Asked, Batch, answers_of, speed_of
 from .methods import RIVALS, Method, at_flops
 from .rows import BASELINE, SUITES, Row
 
 UNLABELLED = Value(withheld="the images have no labels")
-TOME = "tome"  # the rival that rows at its FLOPs are compared with
 NEAR = 0.02  # of its FLOPs that a rival may miss without a note
 _FLOPS = (
     "Multiply-adds of the vision transformer for one image, merging's own included: counted as"
@@ -48,11 +47,6 @@ _TOP1 = (
     "Share of images whose answer is their label, with Wilson's 95 % interval; p of McNemar's exact"
     " test against the unmerged model."
 )
-_AHEAD = (
-    "Top-1 minus that of ToMe at the same counted FLOPs, on the same images: Newcombe's 95 %"
-    " interval for paired shares, p of McNemar's exact test. An interval above 0 is better than"
-    " ToMe, one below 0 is worse."
-)
 COLUMNS: tuple[Metric, ...] = (
     cost("flops", "FLOPs", "G", 2, _FLOPS, needs="alone"),
     cost("throughput", "Throughput", "images/s", 1, _THROUGHPUT, better="higher"),
@@ -61,7 +55,6 @@ COLUMNS: tuple[Metric, ...] = (
     cost("tokens", "Tokens left", "", 1, _TOKENS, needs="alone"),
     fidelity("agreement", "Agreement", "higher", _AGREEMENT, unit="%", digits=2),
     quality("top1", "Top-1", "image", _TOP1, unit="%", digits=2),
-    quality("ahead", "Ahead of ToMe", "image", _AHEAD, unit="points", digits=2),
 )
 
 
@@ -108,21 +101,11 @@ class Classification:
         self._save()
         for row in self.rows:
             self._answer(row)
-        if self._meets_tome:
-            for row in self.rows:
-                if row.name in self._found:
-                    self.results.row(row.name).values["ahead"] = self._ahead(row)
-            self._save()
         if self.process.is_main:
             self._time()
             self._check()
         self.process.wait()
         return self.results
-
-    @property
-    def _meets_tome(self) -> bool:
-        """True if ToMe runs at the FLOPs of some row."""
-        return any(row.rival == TOME and row.at for row in self.rows)
 
     def _before(self) -> Results:
         """Return what is known before anything is measured."""
@@ -155,7 +138,7 @@ class Classification:
             suite=self.suite,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             manifest=manifest,
-            metrics=[one for one in COLUMNS if self._meets_tome or one.name != "ahead"],
+            metrics=COLUMNS,
             rows=rows,
             reference=f"the labels of {about['name']}" if labelled else None,
             reference_n=about["images"] if labelled else None,
@@ -230,26 +213,9 @@ class Classification:
         if (right := self._right(name)) is not None:
             values["top1"] = Value(**wilson(sum(right), count))
             if name != BASELINE:
-                p = share_difference(right, self._right(BASELINE) or [])["p"]
+                p = mcnemar_p(right, self._right(BASELINE) or [])
                 values["top1"] = replace(values["top1"], p=p, against=BASELINE)
         return values
-
-    def _ahead(self, row: Row) -> Value:
-        """Return how far a row's top-1 is ahead of ToMe's at the same FLOPs."""
-        right, other = self._right(row.name), f"{TOME}@{row.at or row.name}"
-        if right is None:
-            return UNLABELLED
-        if row.name == other or other not in self._found:
-            reason = "ToMe itself" if row.rival == TOME else "no ToMe at its FLOPs"
-            return Value(withheld=reason)
-        mine, its = self._flops(row.name), self._flops(other)
-        label = self.results.row(other).label
-        note = f"{row.label} at {mine:.3g} GFLOPs, {label} at {its:.3g}"
-        return Value(
-            **share_difference(right, self._right(other) or []),
-            against=other,
-            note=note if abs(its / mine - 1) > NEAR else None,
-        )
 
     def _answers(self, name: str) -> list[int]:
         return [answer for batch in self._found[name] for answer in batch.answers]

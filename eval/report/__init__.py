@@ -1,7 +1,6 @@
-"""Make the report of a benchmark from results.json and its images.
+"""Make the report of a benchmark, report.html, from results.json and its images.
 
-- report.html: one self-contained file with headline, pictures, tables, plots, gates, manifest
-- table.csv: every figure with its interval, one line per row
+It is one file that fetches nothing: headline, pictures, plot, tables, gates, manifest.
 """
 
 from .headline import summary

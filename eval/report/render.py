@@ -1,9 +1,7 @@
-"""Write the report's files: a page, and its tables as CSV."""
+"""Write the report, one page."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +12,7 @@ from markupsafe import Markup
 
 from mame_sd.runs.files import write_atomically
 
-from ..results.schema import Results, Value
+from ..results.schema import Results
 from . import frontier
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
@@ -22,7 +20,7 @@ from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import every_table
 
-HTML, CSV = "report.html", "table.csv"
+HTML = "report.html"
 PAPER = (
     "MaMe & MaRe: Matrix-Based Token Merging and Restoration for Efficient Visual Perception and"
     " Synthesis"
@@ -69,7 +67,7 @@ _PAGES = Environment(
 
 
 def render(results: Results, out: Path) -> Path:
-    """Write report.html and table.csv into `out`, each whole or not at all.
+    """Write report.html into `out`, whole or not at all.
 
     Args:
         results: The results; rows that are missing or not measured are reported as such.
@@ -84,37 +82,9 @@ def render(results: Results, out: Path) -> Path:
     """
     chosen = focus(results)
     page = _PAGES.get_template("report.html.j2").render(_context(results, chosen, out))
-    for name, text in ((HTML, page), (CSV, table_csv(results))):
-        # half a surrogate pair is no UTF-8
-        write_atomically(out / name, text.encode(errors="replace"))
+    # half a surrogate pair is no UTF-8
+    write_atomically(out / HTML, page.encode(errors="replace"))
     return out / HTML
-
-
-def table_csv(results: Results) -> str:
-    """Return one line per row.
-
-    Each metric m has the columns m, m_low, m_high, m_n, m_p, m_withheld and m_remark.
-    """
-    metrics = [m for block in ("cost", "fidelity", "quality") for m in results.block(block)]
-    parts = ("", "_low", "_high", "_n", "_p", "_withheld", "_remark")
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    heads = ("name", "label", "family", "status", "reason")
-    writer.writerow([*heads, *(m.name + part for m in metrics for part in parts)])
-    for row in results.rows:
-        status = "measured" if row.measured else "not measured"
-        cells = [
-            cell for metric in metrics for cell in _csv_cells(row.values.get(metric.name, Value()))
-        ]
-        writer.writerow([row.name, row.label, row.family, status, row.reason or "", *cells])
-    return buffer.getvalue()
-
-
-def _csv_cells(value: Value) -> list[Any]:
-    remarks = "; ".join(filter(None, (value.equal_note, value.remark)))
-    mean = value.mean if value.known else None
-    cells = [mean, value.low, value.high, value.n, value.p, value.withheld, remarks]
-    return ["" if cell is None else cell for cell in cells]
 
 
 def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:

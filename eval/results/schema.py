@@ -64,7 +64,6 @@ class Value:
         std: Standard deviation over `splits` parts of the images.
         splits: Number of parts.
         cap: Largest possible value.
-        statistic: What mean, low and high are, unless they are a mean with its interval.
         warning: What must be said with the value because it may mislead.
         note: What else must be said with it.
         difference: Difference from the row `against`, or from the other run.
@@ -81,7 +80,6 @@ class Value:
     std: float | None = None
     splits: int | None = None
     cap: float | None = None
-    statistic: str | None = None
     warning: str | None = None
     note: str | None = None
     difference: Mapping[str, Any] | None = None

@@ -15,22 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.cells import plane_of
 from mame_sd.core.fit import fit_values
-from mame_sd.core.groups import make_cells, plane_of
+from mame_sd.core.groups import make_cells
 from mame_sd.core.intercept import MergeJob
 from mame_sd.core.merge_keys import Grid, Merged
 from mame_sd.diffusion.context import Step, Tokens
 from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route
 
-MakePlan = Callable[[Tensor, tuple[int, int]], Any]  # of tokens [B, L, C] and their (h, w)
+MakePlan = Callable[[Tensor, tuple[int, ...]], Any]  # of tokens [B, L, C] and their size
 
 
 class RivalLayer(AttentionAdapter):
-    """A layer that merges by a rival's plan and otherwise works like `inner`."""
+    """A layer that merges by a rival's plan and otherwise works like `inner`.
 
-    def __init__(self, inner: AttentionAdapter, make: MakePlan) -> None:
+    If `frames`, `make` takes the (frames, rows, columns) of a video, otherwise those of a plane.
+    """
+
+    def __init__(self, inner: AttentionAdapter, make: MakePlan, frames: bool = False) -> None:
         super().__init__()
-        self.inner, self.make = inner, make
+        self.inner, self.frames = inner, frames
+        self.make = make if frames else lambda x, size: make(x, plane_of(size))
 
     def call(
         self,
@@ -43,10 +48,12 @@ class RivalLayer(AttentionAdapter):
         return self.inner.call(module, forward, args, kwargs)
 
     def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
-        """Decide how a call merges as `inner` does; refuse unknown heights and widths."""
+        """Decide how a call merges as `inner` does; refuse sizes that the plan can't use."""
         route = self.inner.route(call, layout, config)
         if not isinstance(route, str) and len(route.tokens.size) == 1:
             return "height and width unknown"
+        if self.frames and not isinstance(route, str) and len(route.tokens.size) != 3:
+            return "no frames"
         return route
 
     def count(self, call: LayerCall, layout: Tokens | None) -> int:
@@ -56,7 +63,7 @@ class RivalLayer(AttentionAdapter):
     def plan(self, route: Route) -> Any:
         """Return the rival's plan."""
         assert route.feature is not None
-        return self.make(route.feature, plane_of(route.tokens.size))
+        return self.make(route.feature, route.tokens.size)
 
     def job(self, route: Route, name: str, step: Step) -> MergeJob:
         """Return a job that merges the rival's keys instead of ours."""
@@ -84,7 +91,7 @@ class RivalJob(MergeJob):
         for t in (call["key"], call["value"]):
             tokens = t.transpose(1, 2).flatten(2)  # [B, N, H * D]
             image = tokens[:, start:end]
-            plan = plan or self.make(image, plane_of(size))
+            plan = plan or self.make(image, size)
             kept = torch.cat([tokens[:, :start], plan.merge(image), tokens[:, end:]], 1)
             parts.append(kept.unflatten(2, (t.shape[1], -1)).transpose(1, 2))
         mask = call.get("attn_mask")

@@ -38,6 +38,7 @@ class Rival:
         min_tokens: Layers with fewer tokens are not merged.
         fit_queries: With "kv", number of queries to which the values of the rival's keys are
             fitted.
+        frames: True for a plan of videos alone, see `RivalLayer`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Rival:
     merge: str = "kv"
     min_tokens: int = 1024
     fit_queries: int = 0
+    frames: bool = False
 
     @contextmanager
     def on(self, target: Any, seed: int = 0) -> Iterator[MaMeHandle]:
@@ -79,7 +81,7 @@ class Rival:
             for module in denoiser_of(target).modules():
                 hook = hook_on(module, MergeHook.name)
                 if isinstance(hook, MergeHook):
-                    hook.layer = RivalLayer(hook.layer, maker())
+                    hook.layer = RivalLayer(hook.layer, maker(), self.frames)
             yield handle
 
     def describe(self) -> dict[str, Any]:

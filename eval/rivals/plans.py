@@ -69,6 +69,12 @@ def strided(x: Tensor, size: Size, draw: Draw, cell: Size) -> RivalPlan:
     return RivalPlan(x, _corners(size, cell, x.device))
 
 
+def second_frames(x: Tensor, size: tuple[int, int, int], draw: Draw) -> RivalPlan:
+    """Keep the tokens of the first, third, fifth frame and so on; `size` is that of a video."""
+    places = torch.arange(x.shape[1], device=x.device).view(size)
+    return RivalPlan(x, places[::2].flatten())
+
+
 def means(x: Tensor, size: Size, draw: Draw, cell: Size) -> RivalPlan:
     """Take the mean of each cell of (rows, columns)."""
     return Means(x, size, cell)

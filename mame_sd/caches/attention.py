@@ -198,7 +198,7 @@ def attention_layers(model: nn.Module) -> list[Attention]:
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"model: expected a decoder alone, got {name}, whose cache holds an encoder's keys too"
+            f"model: expected a decoder, got {name}, whose cache also holds an encoder's keys"
         )
     modules = {
         path: module

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from mame_sd.caches.attention import Attention, attention_layers
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import ScoredLayer, Selection, token_bytes
 from mame_sd.caches.view import CacheView
-from mame_sd.report import NothingMergedError, counted
+from mame_sd.report import LayerTokens, NothingMergedError, Report, counted
 
 _RUNNING: ContextVar[tuple[_Work, ...]] = ContextVar("_RUNNING", default=())
 
@@ -71,21 +71,52 @@ class CacheHandle:
         """True if prompts leave their caches as they are."""
         return self.keep == 1 or not self.compressing
 
-    def report(self) -> str:
-        """Return one line about what stayed, and a second one about layers that were passed by."""
-        if not self.tokens:
+    def report(self) -> CacheReport:
+        """Return the keys and bytes of the last compression."""
+        layers = tuple(
+            LayerTokens(name=f"layer {index}", tokens_in=seen, tokens_kept=kept)
+            for index, (seen, kept) in self.tokens.items()
+        )
+        before, after = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
+        return CacheReport(layers, self.keep, before, after, self.passed_by)
+
+
+@dataclass(frozen=True)
+class CacheReport(Report):
+    """Keys and bytes of a cache before and after its last compression.
+
+    Attributes:
+        layers: keys seen and the mean number of keys per head that stayed, by compressed layer.
+        keep: share of the bytes that stays.
+        bytes_before: bytes of these layers before.
+        bytes_after: their bytes after.
+        passed_by: indices of layers that aren't compressed because they attend to a window only.
+    """
+
+    layers: tuple[LayerTokens, ...]
+    keep: float
+    bytes_before: int
+    bytes_after: int
+    passed_by: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {**asdict(self), **super().to_dict()}
+
+    def __str__(self) -> str:
+        if not self.layers:
             lines = [f"keep={self.keep}: nothing was compressed"]
         else:
-            seen = max(s for s, _ in self.tokens.values())
-            kept = sum(k for _, k in self.tokens.values()) / len(self.tokens)
-            before, after = (sum(b[i] for b in self.bytes.values()) for i in (0, 1))
+            seen = max(layer.tokens_in for layer in self.layers)
+            kept = sum(layer.tokens_kept for layer in self.layers) / len(self.layers)
+            after, before = self.bytes_after / 2**20, self.bytes_before / 2**20
             lines = [
-                f"{counted(len(self.tokens), 'layer')}: {kept:.0f} of {seen} keys stay,"
-                f" {after / 2**20:.1f} of {before / 2**20:.1f} MiB"
+                f"{counted(len(self.layers), 'layer')}: {kept:.0f} of {seen} keys stay,"
+                f" {after:.1f} of {before:.1f} MiB"
             ]
         if self.passed_by:
             lines.append(
-                "passed by, for they see a window alone: layers"
+                "not compressed, because they attend to a window only: layers"
                 f" {', '.join(map(str, self.passed_by))}"
             )
         return "\n".join(lines)
@@ -142,7 +173,8 @@ def compress_cache(
     layers = {id(layer.module): layer for layer in every if not layer.sliding}
     if not layers:
         raise ValueError(
-            "model: every layer sees a sliding window alone, whose cache is short as it is"
+            "model: expected layers that attend to all tokens, got sliding windows only, whose"
+            " caches are short already"
         )
     _check_kind(model, layers)
     running = _RUNNING.get()
@@ -176,7 +208,7 @@ def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
         kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
         if kind is not DynamicLayer:
             raise ValueError(
-                "model: expected layers that cache keys and values alone, got"
+                "model: expected layers that cache only keys and values, got"
                 f" {type(model).__name__} with a {kind.__name__}; leave compress_cache out"
             )
 

@@ -49,7 +49,7 @@ class CaptionHandle(Handle[MaMeConfig]):
         other = next((name for name in new.given if name != "keep"), None)
         if other is not None:
             raise ValueError(
-                f"{other}: expected keep alone for the visual tokens of a language model,"
+                f"{other}: expected only keep for the visual tokens of a language model,"
                 f" got {new.given[other]!r}; leave it out"
             )
         return new

@@ -20,7 +20,7 @@ from mame_sd.captions.captioner_registry import axes_of
 from mame_sd.captions.prompts import Image, shortened
 from mame_sd.compat import cache_in, hidden_states_are_apart
 from mame_sd.forks import free_in_children
-from mame_sd.report import Sums, counted
+from mame_sd.report import LayerTokens, Report, Sums, counted
 
 _REMOVED = "tokens_that_merged"  # attribute of a cache that holds a `Removed`
 _READ_AGAIN = (  # options of `generate` that read prompts in pieces or by another model
@@ -32,7 +32,7 @@ Forward = Callable[..., Any]  # the forward that the model has without merging
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
-    "pixel_values_videos": "give images alone, or set the handle's active to False for this call",
+    "pixel_values_videos": "give images only, or set the handle's active to False for this call",
 }
 
 
@@ -45,39 +45,27 @@ def tower_turn() -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True)
-class CaptionReport:
+class CaptionReport(Report):
     """Visual tokens before and after merging since the last reset.
 
     Attributes:
-        images: Number of images.
-        unmerged: Image tokens in their prompts as the processor wrote them, summed.
-        kept: Image tokens that the language model read, summed.
+        layers: one entry, the language model's input: image tokens per image as the processor wrote
+            them, and those that the language model read.
+        images: number of images.
     """
 
+    layers: tuple[LayerTokens]
     images: int
-    unmerged: int
-    kept: int
-
-    @property
-    def visual_before(self) -> float:
-        """Image tokens per image that the language model would have read."""
-        return self.unmerged / max(self.images, 1)
-
-    @property
-    def visual_after(self) -> float:
-        """Image tokens per image that it read."""
-        return self.kept / max(self.images, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        names = ("images", "visual_before", "visual_after")
-        return {name: getattr(self, name) for name in names}
+        return {**super().to_dict(), "images": self.images}
 
     def __str__(self) -> str:
-        share = self.kept / self.unmerged if self.unmerged else 1.0
+        (tokens,) = self.layers
         return (
-            f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
-            f" language model ({share:.0%}), {counted(self.images, 'image')}"
+            f"{tokens.tokens_in:.0f} -> {tokens.tokens_kept:.1f} visual tokens an image for the"
+            f" language model ({tokens.share:.0%}), {counted(self.images, 'image')}"
         )
 
 
@@ -114,7 +102,10 @@ class PromptShortener:
 
     def report(self) -> CaptionReport:
         """Return the visual tokens so far."""
-        return CaptionReport(*self.sums.totals())
+        images, unmerged, kept = self.sums.totals()
+        before, after = (count / max(images, 1) for count in (unmerged, kept))
+        tokens = LayerTokens(name="visual tokens", tokens_in=before, tokens_kept=after)
+        return CaptionReport((tokens,), images)
 
     def images(self, call: dict[str, Any]) -> list[Image]:
         """Return the merged images of a call, and count them."""

@@ -30,9 +30,8 @@ from mame_sd.cli.sheet import check_sheet_path
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place
-from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.jobs import GenerateSettings, described_sampling
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.runs.prompt_files import prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
 
 app = program(
@@ -71,29 +70,27 @@ def generate_command(
     Run again to continue; launch with accelerate to share the work.
     """
     config, chosen = merging.read(), prompts.read()
-    RunFolder(out).check()
+    RunFolder(out).check(described_sampling(chosen, sampling))
     model.check_place()
     from mame_sd.cli.generate import run_generate
 
     run_generate(out, chosen, model, sampling, config)
 
 
-@command(app, "compare", model=MODEL, sampling=ONE_IMAGE, merging=MERGED)
+@command(app, "compare", prompts=PROMPTS, model=MODEL, sampling=ONE_IMAGE, merging=MERGED)
 def compare_command(
     *,
-    prompts: Annotated[
-        list[str], typer.Argument(help="The prompts.", metavar="PROMPT", show_default=False)
-    ],
     out: SheetOption = Path("compare.png"),
     rounds: Annotated[
         int, typer.Option(help="Make each image NUM times, for steadier seconds.", metavar="NUM")
     ] = 1,
+    prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
     merging: MergingOptions,
 ) -> None:
     """Write one sheet: unmerged, merged and one step fewer, with seconds and differences."""
-    config, chosen = merging.read() or MaMeConfig(), prompts_from_texts(prompts)
+    config, chosen = merging.read() or MaMeConfig(), prompts.read()
     if rounds < 1:
         raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
     check_sheet_path(out)
@@ -138,9 +135,9 @@ def calibrate_command(
     sampling: GenerateSettings,
     merging: MergingOptions,
 ) -> None:
-    """Find which layers of your model should merge, and write them for --config.
+    """Find how much each block of your model should merge, and write it for --config.
 
-    A few prompts calibrate, the others check what was found.
+    Up to four prompts are used; `mame-sd compare` then shows what the settings do.
     """
     config, chosen = merging.read() or MaMeConfig(), prompts.or_demo().read()
     if not 1 < speed < float("inf"):

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from mame_sd.cli.console import answer
+from mame_sd.cli.console import answer, doing
 from mame_sd.compat import NAMES, complaint
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
@@ -41,6 +41,11 @@ class Check:
 
 def examine(choice: ModelChoice) -> list[Check]:
     """Run every check. Nothing is downloaded unless `choice` names a hub model."""
+    with doing("examining this machine and the model"):
+        return _examine(choice)
+
+
+def _examine(choice: ModelChoice) -> list[Check]:
     first = _guarded("device", lambda: _device(pick_device(choice.device)))
     if first.state == "fail":
         choice = replace(choice, device="cpu")

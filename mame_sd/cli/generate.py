@@ -60,7 +60,7 @@ def run_generate(
         return
     lines = [_outcome(summary, out)]
     merged = [level for level in summary.levels if level["merged"]]
-    for level in merged or summary.levels:
+    for level in merged:
         line = level_line(level, "keys" if config is None else config.method)
         lines.append(f"{line} ({level['share']:.0%})")
     if summary.levels and not merged:

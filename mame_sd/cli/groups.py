@@ -20,11 +20,11 @@ from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
 class PromptOptions:
     """Prompts of a file, then those of the command line; the first `num` of them all."""
 
+    texts: tuple[str, ...] = option(
+        (), "Prompts, each in quotes.", metavar="PROMPT", positional=True
+    )
     file: str | None = option(
         None, "Prompt file: .txt, .csv, .tsv, or demo.", "--prompts", metavar="FILE"
-    )
-    texts: tuple[str, ...] = option(
-        (), "A prompt. Repeatable; also in addition to --prompts.", "--prompt", metavar="TEXT"
     )
     num: int | None = option(None, "Take the first NUM prompts only.", metavar="NUM")
 
@@ -48,7 +48,7 @@ class PromptOptions:
         """
         if self.file is None and not self.texts:
             raise UserError(
-                "expected prompts, got none; give --prompts FILE (or demo), or --prompt TEXT"
+                'expected prompts, got none; give "a prompt" in quotes, or --prompts FILE (or demo)'
             )
         from_file = [] if self.file is None else load_prompts(self.file)
         return [*from_file, *prompts_from_texts(self.texts)][: self.num]

@@ -26,7 +26,15 @@ METAVARS = {bool: "", int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 class _PlainHelp:
-    """Help that shows no Python types next to arguments and to options without a value."""
+    """Help without Python types next to arguments and flags, and errors that name the command."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, arguments)  # type: ignore[misc]
+        except Exception as error:  # an option without its value has no context
+            if getattr(error, "ctx", context) is None:
+                error.ctx = context  # type: ignore[attr-defined]
+            raise
 
     def get_params(self, context: Any) -> list[Any]:
         found: list[Any] = super().get_params(context)  # type: ignore[misc]
@@ -117,12 +125,14 @@ class FieldOptions:
                 (hint,) = (member for member in get_args(hint) if member is not NoneType)
             if hint == tuple[str, ...]:  # may be given repeatedly
                 hint, default = list[str], list(default or ())
-            made = typer.Option(
-                *(f.metadata["flags"] or ("--" + f.name.replace("_", "-"),)),
-                help=help.get(f.name, f.metadata["help"]),
-                metavar=METAVARS.get(hint) if metavar is None else metavar,
-                rich_help_panel=panel,
-            )
+            about: dict[str, Any] = {
+                "help": help.get(f.name, f.metadata["help"]),
+                "metavar": METAVARS.get(hint) if metavar is None else metavar,
+                "rich_help_panel": panel,
+            }
+            flags = f.metadata["flags"] or ("--" + f.name.replace("_", "-"),)
+            positional = f.metadata["positional"]
+            made = typer.Argument(**about) if positional else typer.Option(*flags, **about)
             annotation: Any = Annotated[hint if default is not None else hint | None, made]
             parameter = inspect.Parameter(
                 f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.cli.console import answer
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, unexpected
 from mame_sd.runs.files import check_place, nearest, write_atomically, writing
 from mame_sd.runs.records import read_samples
 
@@ -68,7 +68,7 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     Raises:
         UserError: a folder holds no run, lacks an image, or has it of another prompt.
     """
-    runs = [read_samples(folder, "run generate into a new folder") for folder in folders]
+    runs = [read_samples(folder, "make one with mame-sd generate --out") for folder in folders]
     columns = []
     for name, first in list(runs[0].items())[:limit]:
         column: list[Cell] = []
@@ -196,15 +196,12 @@ def psnr(one: Image.Image, other: Image.Image) -> float:
 
 def check_sheet_path(path: Path) -> None:
     """Raise UserError if a sheet can't be written to `path`, or if another file is there."""
-    if path.suffix.lower() != ".png":
-        raise UserError(
-            f"--out {path}: expected a file ending in .png, got {path.suffix or 'no ending'};"
-            " rename it"
-        )
     with writing(path):
         there = nearest(path) == path
-    if there and path.is_dir():
-        raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
+    if path.suffix.lower() != ".png" or (there and path.is_dir()):
+        got = "a folder" if there and path.is_dir() else path.suffix or "no ending"
+        advice = "name a file such as sheet.png"
+        raise unexpected(f"--out {path}", "a file ending in .png", got, advice)
     if there:
         ours = False
         with contextlib.suppress(*UNREADABLE), Image.open(path) as image:

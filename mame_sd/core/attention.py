@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.cells import DRAWS, checked_grid
 from mame_sd.core.fit import SDPA
-from mame_sd.core.groups import DRAWS, checked_grid, unreadable
+from mame_sd.core.groups import unreadable
 from mame_sd.core.intercept import Kernel, adapt_kernel
 from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, merge_keys, unlike
 

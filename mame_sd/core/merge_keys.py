@@ -16,15 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from mame_sd.core.cells import Cells
 from mame_sd.core.fit import fit_values, sized_keys
-from mame_sd.core.groups import (
-    Cells,
-    Groups,
-    group_tokens,
-    make_cells,
-    no_autocast,
-    unreadable,
-)
+from mame_sd.core.groups import Groups, group_tokens, make_cells, no_autocast, unreadable
 
 UNMERGED_SHARE = (
     0.125  # share of the kept keys that stay as they are: the farthest from all destinations
@@ -64,9 +58,9 @@ class Choice(NamedTuple):
     """What decides which keys merge, next to the keys themselves.
 
     Attributes:
-        draw: LongTensor [1] in [0, `groups.DRAWS`), the index of the draw. If None, the first draw.
+        draw: LongTensor [1] in [0, `cells.DRAWS`), the index of the draw. If None, the first draw.
         leader: LongTensor [B], the sample whose keys decide for each sample
-            (`groups.guidance_leaders`). If None, each sample decides for itself.
+            (`guidance.guidance_leaders`). If None, each sample decides for itself.
         known: the groups of each grid by its number, if an earlier call with the same input made
             them. Groups that are made here are stored in it.
     """

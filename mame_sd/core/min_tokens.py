@@ -56,12 +56,13 @@ MIN_WORK: dict[str, float] = {
     "cuda, capability 9 and above": 1.5e12,
     "other": 5e11,
 }
-# From how many tokens on an MLP or a block is restored by default: one tile. Nothing below was
+# Number of tokens from which on an MLP or a block is restored by default: one tile. Fewer were not
 # measured, and an eighth of the 64 tokens in the middle of SD 1.5 would be 8 of 1,280 channels.
 MIN_TOKENS_RESTORED = 1024
-# From how many channels on a layer is restored by default on cards. The time of an MLP and that of
-# restoring it grow with the tokens; so in a large batch a narrow layer has work enough, and no
-# gain: of 640 channels a 4090 is estimated to take 1.1 times as long, an A100 1.2 times as long.
+# Number of channels from which on a layer is restored by default on GPUs. The time of an MLP and
+# that of restoring it both grow with the tokens. So a narrow layer in a large batch has enough work
+# but gains nothing: with 640 channels a 4090 is estimated to take 1.1 times as long, an A100 1.2
+# times as long.
 MIN_CHANNELS: dict[str, int] = {
     "cuda": 1280,
     "cuda, GeForce of capability 8.6": 640,

@@ -76,22 +76,6 @@ class Plan:
         body = torch.cat([self.dst, self.src.index_select(0, self.preserved)]) + self.prefix
         return torch.cat([torch.arange(self.prefix, device=body.device), body])
 
-    @property
-    def groups(self) -> Tensor:
-        """Return the group of each token, LongTensor [B, L].
-
-        A group is the index of a merged token. A source belongs to the destination of its largest
-        weight.
-        """
-        first = self.prefix + len(self.dst)
-        numbers = torch.arange(self.tokens_kept, device=self.dst.device).expand(
-            self.weights.shape[0], -1
-        )
-        mainly = (self.weights.argmax(1) + self.prefix).index_copy(
-            1, self.preserved, numbers[:, first:]
-        )
-        return self._in_place(torch.cat([numbers[:, :first], mainly], 1))
-
     def _in_place(self, t: Tensor) -> Tensor:
         """Reorder prefix, destinations and sources [B, L, ...] to their original positions."""
         order = torch.cat([self.dst, self.src]) + self.prefix

@@ -27,15 +27,9 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import checked
+from mame_sd.core.cells import Cells, checked_grid
 from mame_sd.core.fit import HALF_MAX, within
-from mame_sd.core.groups import (
-    Cells,
-    cached_tensors,
-    checked_grid,
-    make_cells,
-    matmul_fp32,
-    no_autocast,
-)
+from mame_sd.core.groups import cached_tensors, make_cells, matmul_fp32, no_autocast
 
 TILE_SIZE = 32  # tokens a side
 BANDWIDTH = 4.0  # of the mean squared distance among the chosen tokens
@@ -157,26 +151,42 @@ def choose_tokens(
         chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
         if leader is not None and len(leader) == batch > 1:
             chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
-        points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, channels))
-        apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
-        apart = apart.sub_(matmul_fp32(slots, points.transpose(1, 2)), alpha=2).clamp_min_(0)
-        rows = chosen.unsqueeze(-1).expand(-1, -1, count)
-        mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
-        kernel = apart.div_(-BANDWIDTH * mean).exp_()  # [B * T, P, K]
-        gram = kernel.gather(1, rows)
-        gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
-        eye = cached_tensors(_eye, count, dtype, x.device).expand_as(gram)
-        factor = torch.linalg.cholesky_ex(gram)[0]
-        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
-        # In this order: the product of the inverses first would lose 4 of fp32's 24 bits.
-        weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
-        # With the mean of the f_P taken off and put back, rows sum to 1.
-        excess = weights.sum(-1, keepdim=True) - 1
-        weights.sub_(excess, alpha=1 / count)
-        weights = weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype))
+        weights = _weights(slots, squares, chosen, x.dtype)
         starts = cached_tensors(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
     return ChosenTokens(cells, at, weights)
+
+
+def _weights(slots: Tensor, squares: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fit the weights that restore all tokens of a tile from the chosen ones.
+
+    Args:
+        slots: the tokens of each tile, [B * T, P, C].
+        squares: their squared norms [B * T, P], in fp32 at least.
+        chosen: LongTensor [B * T, K], the slots of the chosen tokens.
+        dtype: dtype of the weights.
+
+    Returns:
+        W [B * T, P, K], in which the row of a chosen token is one at its own place.
+    """
+    count = chosen.shape[1]
+    points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, slots.shape[2]))
+    apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
+    apart = apart.sub_(matmul_fp32(slots, points.transpose(1, 2)), alpha=2).clamp_min_(0)
+    rows = chosen.unsqueeze(-1).expand(-1, -1, count)
+    mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
+    kernel = apart.div_(-BANDWIDTH * mean).exp_()  # [B * T, P, K]
+    gram = kernel.gather(1, rows)
+    gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
+    eye = cached_tensors(_eye, count, gram.dtype, gram.device).expand_as(gram)
+    factor = torch.linalg.cholesky_ex(gram)[0]
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
+    # In this order: the product of the inverses first would lose 4 of fp32's 24 bits.
+    weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
+    # With the mean of the f_P taken off and put back, rows sum to 1.
+    excess = weights.sum(-1, keepdim=True) - 1
+    weights.sub_(excess, alpha=1 / count)
+    return weights.to(dtype).scatter_(1, rows, eye.to(dtype))
 
 
 def _eye(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -229,7 +239,7 @@ def restored(
         before: number of other tokens, such as text, before the image's. `fn` is computed on all of
             them.
         after: number of other tokens after the image's.
-        draw: LongTensor [1] below 64, the index of the draw (`groups.partition_index`). Give each
+        draw: LongTensor [1] below 64, the index of the draw (`guidance.partition_index`). Give each
             layer and step another one. If None, the first draw.
         seed: seed of the draws, which have their own generator.
         tile_size: side of the tiles within which tokens are restored. If 0, the whole grid is one

@@ -47,7 +47,8 @@ from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import AttentionAdapter, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
-from mame_sd.diffusion.restoring import RestoreHook, restoring_hooks
+from mame_sd.diffusion.restored_modules import restoring_hooks
+from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.refused import DIFFUSERS, known_as, refused_as
 from mame_sd.report import LayerStats, device_of
@@ -134,22 +135,13 @@ def build_handle(
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     images: dict[str, tuple[SizeHook, Family]] = {}  # by path of the part of the model
     attention: dict[str, tuple[MergeHook, Family]] = {}  # by path of the merging layer
-    merging, unknown = 0, Counter[str]()  # number of attentions without a family, by class
+    unknown = Counter[str]()  # number of attentions without a family, by class
     for path, module in root.named_modules():
-        if spread(module):
-            raise ValueError(SPREAD.format(type(module).__name__))
-        kind, family = type(module).__name__, family_of(module)
+        family = _family_in(module, path in tops)
         denoiser = _around(path, steps)
         if denoiser is None and takes_timestep(module):
             steps[path] = StepHook(module, shared)
             hooks.append((module, steps[path]))
-        if isinstance(module, ModelMixin) and not names_arguments(type(module)):
-            warnings.warn(UNNAMED.format(kind), UserWarning, stacklevel=4)
-        refused = refused_as(module, DIFFUSERS) if family is None and path in tops else None
-        if refused is not None:
-            raise ValueError(f"{known_as(refused)} does not merge: {DIFFUSERS[refused]}")
-        if family is None and is_one_of(module, IMAGE_ALONE.models):
-            family = IMAGE_ALONE
         if family is not None:
             reader = EagerSizeHook if family.eager else SizeHook
             images[path] = reader(module, shared, family.tokens), family
@@ -159,17 +151,16 @@ def build_handle(
             continue  # attention outside of an image may be over text
         layer = _layer_of(path, module, image, family)
         if layer is not None:
-            stats = LayerStats(path or kind, device_of(module))
+            stats = LayerStats(path or type(module).__name__, device_of(module))
             layouts = None if image is None else image.tokens
-            hook = MergeHook(shared, stats, layer, layouts, merging)
+            hook = MergeHook(shared, stats, layer, layouts, len(attention))
             hooks.append((module, hook))
             attention[path] = hook, family
-            merging += 1
             if denoiser is not None:
                 denoiser.layers.append(stats)
         elif image is not None and _is_unknown(path, module, family):
-            unknown[kind] += 1
-    if not merging:
+            unknown[type(module).__name__] += 1
+    if not attention:
         raise ValueError(_nothing_found(root))
     for path, module, restoring in restoring_hooks(root, shared, attention):
         hooks.append((module, restoring))
@@ -177,6 +168,25 @@ def build_handle(
         if around is not None:
             around.layers.append(restoring.stats)
     return MaMeHandle(root, shared, hooks, None if target is root else target, unknown)
+
+
+def _family_in(module: nn.Module, is_denoiser: bool) -> Family | None:
+    """Return the family of a model or of a part of it. If the module is neither, return None.
+
+    Raises:
+        ValueError: the model is spread over devices, or can't merge.
+    """
+    if spread(module):
+        raise ValueError(SPREAD.format(type(module).__name__))
+    if isinstance(module, ModelMixin) and not names_arguments(type(module)):
+        warnings.warn(UNNAMED.format(type(module).__name__), UserWarning, stacklevel=5)
+    family = family_of(module)
+    if family is None and is_one_of(module, IMAGE_ALONE.models):
+        return IMAGE_ALONE
+    refused = refused_as(module, DIFFUSERS) if family is None and is_denoiser else None
+    if refused is not None:
+        raise ValueError(f"{known_as(refused)} does not merge: {DIFFUSERS[refused]}")
+    return family
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:

@@ -159,7 +159,7 @@ class Step(NamedTuple):
         draws: LongTensor [DRAWS], the indices for DRAWS consecutive layers. None in a compiled
             graph.
         leader: LongTensor [B], for each sample the sample whose tokens decide what merges
-            (`mame_sd.core.groups`). If None, each sample decides for itself.
+            (`mame_sd.core.guidance`). If None, each sample decides for itself.
         plans: groups of an earlier call of the same input, which merge again in this call. If None,
             this call stands alone.
     """

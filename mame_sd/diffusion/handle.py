@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
+from mame_sd.diffusion.calibration import (
+    Calibration,
+    Measurement,
+    calibrated,
+    check_speed,
+    measure,
+)
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.family import class_names
@@ -22,7 +28,7 @@ from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
-from mame_sd.diffusion.restoring import BlockHook, FusedInHook, MLPHook, RestoreHook
+from mame_sd.diffusion.restoring import BlockHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.handle import Handle, check_config
@@ -62,7 +68,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
         self.restored = [
             (module, hook)
             for module, hook in hooks
-            if isinstance(hook, (MLPHook, FusedInHook, BlockHook))
+            if isinstance(hook, RestoreHook) and hook.keep_of
         ]
         self._names = [hook.stats.name for _, hook in self.layers]
         self._restored_names = [hook.stats.name for _, hook in self.restored]
@@ -230,14 +236,13 @@ class MaMeHandle(Handle[ResolvedConfig]):
                 f" {gone if pipe is None else 'no prompts'}; see apply_mame(pipe)"
             )
 
-        def run(number: int, prompt: str) -> None:
+        found = Measurement()
+        for number, prompt in enumerate(prompts):
             generator = torch.Generator().manual_seed(seed + number)
-            pipe(prompt, generator=generator, **{"output_type": "latent", **call})
-
-        runs = [partial(run, number, prompt) for number, prompt in enumerate(prompts)]
+            given = {"generator": generator, "output_type": "latent", **call}
+            measure(self, partial(pipe, prompt, **given), found)
         plain = {n: value for n, value in call.items() if isinstance(value, (int, float, str))}
-        about = {"prompts": len(prompts), "seed": seed, **plain}
-        calibration = measure_images(self, runs, about)
+        calibration = calibrated(self, found, {"prompts": len(prompts), "seed": seed, **plain})
         self.set(calibration.config(speed))
         return calibration
 

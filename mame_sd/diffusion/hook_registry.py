@@ -1,9 +1,10 @@
 """Put hooks on modules and remove them.
 
 Pre-hooks only read a module's calls. The merging hook (`mame_sd.diffusion.layer.MergeHook`)
-replaces the module's forward. It is inside all hooks of diffusers' registry, whichever came first,
-because a cache (such as PyramidAttentionBroadcast) skips the forward in some steps: if our hook
-wrapped the cache, it would receive an output computed in another step.
+replaces the module's forward. It is inside all hooks of diffusers' registry and of accelerate,
+whichever came first. A cache (such as PyramidAttentionBroadcast) skips the forward in some steps:
+if our hook wrapped the cache, it would receive an output computed in another step. And accelerate's
+offloading loads a module's weights inside its hook.
 """
 
 from __future__ import annotations
@@ -115,13 +116,14 @@ def remove_hook(module: nn.Module, name: str) -> None:
 
 
 def _innermost(module: nn.Module) -> tuple[Any, str] | None:
-    """Return the innermost hook that diffusers' registry has put on `module`.
+    """Return the place of the forward that the innermost hook of another library calls.
 
     Returns:
-        The hook's reference, and the name of its attribute that holds the wrapped function; or None
-        if there is no hook.
+        The hook's reference in diffusers' registry, or for accelerate's hooks the module, and the
+        name of its attribute that holds the wrapped function; or None if there is no hook.
     """
     refs = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", None)
-    if not refs:
-        return None
-    return refs[0], "forward" if refs[0].original_forward is None else "original_forward"
+    if refs:
+        return refs[0], "forward" if refs[0].original_forward is None else "original_forward"
+    offloaded = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
+    return (module, "_old_forward") if offloaded else None

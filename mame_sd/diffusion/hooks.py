@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.compat import names_arguments, outside_old_graphs, parameters_of
-from mame_sd.core.groups import DRAWS, cached_tensors, counting, guidance_leaders, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.groups import cached_tensors
+from mame_sd.core.guidance import guidance_leaders, partition_index
 from mame_sd.core.min_tokens import BY_DEFAULT
 from mame_sd.diffusion.context import NO_STEP, Call, HandleState, LazyStep, Plans, Step, Tokens
 from mame_sd.diffusion.families.family import class_names, is_one_of
@@ -170,7 +172,7 @@ class StepHook(PreHook):
                 draw = partition_index(drawn_by)
                 draw = draw if device is None else draw.to(device)
                 if not compiling:
-                    draws = (draw + cached_tensors(counting, DRAWS, draw.device)) % DRAWS
+                    draws = (draw + cached_tensors(_counting, DRAWS, draw.device)) % DRAWS
             if latents is not None and not of_frames:
                 leader = guidance_leaders(latents, (False, True) if prompt_first else (True, False))
             return Step(draw, draws, leader)
@@ -317,3 +319,8 @@ def takes_timestep(module: nn.Module) -> bool:
 
 def _names(module: nn.Module) -> list[str]:
     return list(parameters_of(type(module)))
+
+
+def _counting(length: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ..., `length` - 1, a LongTensor [length]."""
+    return torch.arange(length, device=device)

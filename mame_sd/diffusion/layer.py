@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
-from mame_sd.core.groups import DRAWS
+from mame_sd.core.cells import DRAWS
 from mame_sd.core.intercept import KernelAdapter, MergeJob, SDPAInterceptor
 from mame_sd.core.merge_keys import Grid, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens

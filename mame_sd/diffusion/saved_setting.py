@@ -51,12 +51,6 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     return config
 
 
-def uniform(config: MaMeConfig) -> MaMeConfig:
-    """Return `config` for all layers alike, without settings saved next to the model's weights."""
-    keys = {} if config.tau is not None else {"keep": config.keep, "mlp_keep": config.mlp_share}
-    return config.replace(**keys, layers=None, calibrated_for=None)
-
-
 @dataclass(frozen=True)
 class SavedMerging:
     """Merging as saved with a pipeline.

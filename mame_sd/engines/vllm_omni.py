@@ -25,7 +25,7 @@ from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 
 KEEP = "MAME_SD_VLLM_OMNI_KEEP"
-# Pipelines of 0.30.0 whose transformers publish a video_layout (Wan's VACE and S2V don't).
+# Pipelines of 0.30.0 whose transformers publish a video_layout (Wan's S2V doesn't).
 TELLS = (
     "MiniMaxH3ModularPipeline",
     "MiniMaxH3Pipeline",
@@ -34,6 +34,7 @@ TELLS = (
     "WanImageToVideoPipeline",
     "WanPipeline",
     "WanT2VDMD2Pipeline",
+    "WanVACEPipeline",
 )
 
 
@@ -90,7 +91,7 @@ class MergedImpl(SDPAImpl):
         if name not in TELLS:
             raise ValueError(
                 f"{KEEP}: expected Wan or MiniMax H3, whose code tells the backend where the video"
-                f" is, got {name}: unset {KEEP}"
+                f" is, got {name}; unset {KEEP}"
             )
 
     def _forward_impl(
@@ -125,7 +126,7 @@ class MergedImpl(SDPAImpl):
         if query.shape != key.shape or self.causal:
             raise RuntimeError(
                 f"{KEEP}: expected all of a video's queries, and as many keys and heads, got"
-                f" {list(query.shape)} and {list(key.shape)}: unset {KEEP}, or --allgather-degree"
+                f" {list(query.shape)} and {list(key.shape)}; unset {KEEP}, or --allgather-degree"
             )
         grid, start, used = place
         from mame_sd.core.attention import attention

@@ -206,7 +206,7 @@ def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
     for place, name in (
         (0, "q_bias"),
         (2, "v_bias"),
-    ):  # VideoMAE before transformers 5.5 has biases apart from the layers
+    ):  # VideoMAE before transformers 5.5 has biases outside of the layers
         bias = getattr(inner, name, None)
         parts[place] = parts[place] if bias is None else parts[place] + bias
     q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in parts)

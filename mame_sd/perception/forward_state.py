@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +44,6 @@ class Forward:
     )  # [B, L, d], until the block compares them
     unmasked: bool = False  # the model got no mask, so a mask that blocks get hides nothing
     counting: bool = False  # the running block counts; False when a checkpoint recomputes it
-    # Outputs of this forward and of earlier ones, kept while capturing.
-    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
-    earlier_outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
 class ForwardState(HookOwner):
@@ -180,9 +176,6 @@ class ForwardState(HookOwner):
                 " remove_mame"
             )
         now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
-        if self.capturing:
-            seen = [*now.earlier_outputs, *now.outputs]
-            now.earlier_outputs, now.outputs = [one for one in seen if one() is not None], []
         return now
 
     def keep(self, number: int, plan: Plan | GroupPlan) -> None:
@@ -191,47 +184,17 @@ class ForwardState(HookOwner):
         if self.restore or self.dense or now.dense or self.capturing:
             now.plans[number] = plan
 
-    def restored(self, tokens: Tensor, before: int | None = None) -> Tensor:
-        """Restore all tokens by this thread's plans, last block first.
-
-        Args:
-            tokens: Tokens [B, L', C].
-            before: Index of the block that these tokens are the input of. If None, they are the
-                last block's output.
-
-        Returns:
-            Tokens [B, L, C].
-        """
+    def restored(self, tokens: Tensor) -> Tensor:
+        """Restore tokens [B, L', C] of the latest block to [B, L, C] by all plans so far."""
         plans = self.now.plans
         for number in sorted(plans, reverse=True):
-            if before is None or number < before:
-                tokens = plans[number].restore(tokens)
+            tokens = plans[number].restore(tokens)
         return tokens
 
     def drop_plans(self) -> None:
         """Drop plans that nothing will need."""
         if not self.capture:
             self.now.plans = {}
-
-    def remember_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Remember the output of a module that `handle.restore` may be called with.
-
-        This lets `restore` refuse features of an earlier forward. It is on only while capturing.
-        """
-        if self.active and self.capturing and isinstance(output, Tensor):
-            self.now.outputs.append(weakref.ref(output))
-
-    def is_earlier(self, features: Tensor) -> bool:
-        """Return True if a forward before the latest returned these features, or a view of them."""
-        where = features.untyped_storage().data_ptr()
-        earlier, latest = (
-            any(
-                (one := seen()) is not None and one.untyped_storage().data_ptr() == where
-                for seen in some
-            )
-            for some in (self.now.earlier_outputs, self.now.outputs)
-        )
-        return earlier and not latest
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError if another thread is in a forward of the model."""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
@@ -87,9 +86,6 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         for hook in shared.inner:  # parts may be called without the model (timm's forward_features)
             parent = encoder.get_submodule(hook.path.rpartition(".")[0])
             placed.append((parent, "before", hook.follow))
-        norms = [child for name, child in encoder.named_children() if "norm" in name]
-        noted = [*(one.block for one in blocks), *norms]
-        placed += [(module, "after", shared.remember_output) for module in noted]
         maps = shared.spec.maps
         return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in maps]
 
@@ -175,7 +171,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         self._shared.now.plans = {}
 
     def capture(self, on: bool = True) -> None:
-        """Keep the plans of this thread's latest forward, for `plans`, `owners` and `restore`.
+        """Keep the plans of this thread's latest forward for `plans`.
 
         This needs memory for one plan per block and does not work under torch.compile.
         """
@@ -184,70 +180,17 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             self._shared.now.plans = {}
 
     def plans(self) -> dict[int, Plan | GroupPlan]:
-        """Return the plans of the latest forward since `capture`, by block index."""
-        return dict(self._shared.now.plans)
+        """Return the plans of the latest forward since `capture`, by block index in order.
 
-    def owners(self, block: int | None = None) -> Tensor:
-        """Return the input token that each token mainly merged into, LongTensor [B, L].
-
-        A kept token has itself.
-
-        Args:
-            block: Consider only the blocks up to this index (-1 is the last). If None, all blocks.
-
-        Raises:
-            RuntimeError: If no forward has run since `capture`.
-            ValueError: If there is no such block.
+        Their `restore`, from the last block to the first, gives a hidden state all of its tokens
+        (MaRe).
         """
-        plans, first = self._captured(block)
-        samples, device = first.sizes.shape[0], first.sizes.device
-        here = torch.arange(first.tokens_in, device=device).expand(samples, -1)
-        holder, place = here, here  # [B, L] each token's row; [B, L'] each row's position
-        for plan in plans.values():
-            kept = plan.kept.expand(samples, -1)
-            holder = plan.groups.gather(1, holder)
-            place = place.gather(1, kept)
-        return place.gather(1, holder)
+        return dict(self._shared.now.plans)
 
     @property
     def num_prefix_tokens(self) -> int:
         """Number of tokens before the patches."""
         return self._shared.num_prefix_tokens
-
-    def restore(self, features: Tensor, block: int | None = None) -> Tensor:
-        """Restore all tokens of features of the latest forward (MaRe, last block first).
-
-        Args:
-            features: The model's output or a hidden state, [B, L', C], prefix tokens first.
-            block: Index of the block that returned them (-1 is the last). If None, the last block
-                that left L' tokens.
-
-        Returns:
-            Features [B, L, C], every token at its original position.
-
-        Raises:
-            RuntimeError: If no forward has run since `capture`.
-            ValueError: If the shape doesn't match, if the features are from an earlier forward, or
-                if there is no such block.
-        """
-        plans, first = self._captured(block)
-        if self._shared.is_earlier(features):
-            raise ValueError(
-                "restore: expected features of the latest forward, got those of an earlier one,"
-                " whose tokens merged otherwise; restore them before the next forward"
-            )
-        left = {number: plan.tokens_kept for number, plan in plans.items()}
-        if block is not None:
-            left = dict([*left.items()][-1:]) or {-1: first.tokens_in}
-        shapes = {number: [first.sizes.shape[0], tokens] for number, tokens in left.items()}
-        fit = [number for number, shape in shapes.items() if shape == [*features.shape[:-1]]]
-        if not fit:
-            raise ValueError(
-                f"restore: expected a tensor of shape [{first.sizes.shape[0]}, L', C] with one of"
-                f" {sorted({*left.values()})} tokens, as blocks left them in the latest forward,"
-                f" got {list(features.shape)}"
-            )
-        return self._shared.restored(features, fit[-1] + 1)
 
     def remove(self) -> None:
         """Remove this handle's merging from the model; merging applied later stays."""
@@ -270,20 +213,6 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             put(*placed)
         for inner in self._inner:
             inner.place()
-
-    def _captured(self, block: int | None) -> tuple[dict[int, Plan | GroupPlan], Plan | GroupPlan]:
-        """Return the captured plans up to `block` by index, and the first captured plan."""
-        plans = dict(sorted(self._shared.now.plans.items()))
-        if not plans:
-            raise RuntimeError(
-                "expected the plans of a forward, but none were kept: call handle.capture() before"
-                " it (outside of torch.compile)"
-            )
-        depth, last = len(self._blocks), -1 if block is None else block
-        if not -depth <= last < depth:
-            raise ValueError(f"block: expected one from 0 to {depth - 1}, or -1, got {block!r}")
-        some = {number: plan for number, plan in plans.items() if number <= last % depth}
-        return some, next(iter(plans.values()))
 
 
 def _check_mask(prop_attn: bool | None, spec: Encoder, block: nn.Module) -> None:

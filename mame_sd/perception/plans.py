@@ -38,12 +38,9 @@ class GroupPlan:
     @property
     def kept(self) -> Tensor:
         """Positions of the tokens that represent the groups, LongTensor [B, L']."""
-        return self._after_prefix(self.body.kept)
-
-    @property
-    def groups(self) -> Tensor:
-        """Group of each token, LongTensor [B, L] in [0, L')."""
-        return self._after_prefix(self.body.groups)
+        kept = self.body.kept
+        first = torch.arange(self.prefix, device=kept.device).expand(kept.shape[0], -1)
+        return torch.cat([first, kept + self.prefix], 1)
 
     def merge(self, t: Tensor) -> Tensor:
         """Average the groups of t [B, L, C]; returns [B, L', C]."""
@@ -52,10 +49,6 @@ class GroupPlan:
     def restore(self, y: Tensor) -> Tensor:
         """Copy each group's y [B, L', C] to all of its tokens; returns [B, L, C]."""
         return torch.cat([y[:, : self.prefix], self.body.restore(y[:, self.prefix :])], 1)
-
-    def _after_prefix(self, index: Tensor) -> Tensor:
-        first = torch.arange(self.prefix, device=index.device).expand(index.shape[0], -1)
-        return torch.cat([first, index + self.prefix], 1)
 
 
 def plan_block(

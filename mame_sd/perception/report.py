@@ -7,22 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mame_sd.perception.counts import FIELDS, BlockCost, BlockCounts
+from mame_sd.report import LayerTokens, Report
 
 # Below this share of the FLOPs a smaller image is nearer, on photographs (docs/perception.md).
 NEARER = 0.37
 PATCHES = 256  # of each of these photographs
 
 
-@dataclass(frozen=True)
-class BlockReport:
+@dataclass(frozen=True, kw_only=True)
+class BlockReport(LayerTokens):
     """One block: means over its calls since the last reset, for one image.
 
     Token counts include special tokens.
 
     Attributes:
-        name: Path of the block.
-        tokens_in: Tokens before the block.
-        tokens_kept: Tokens after it.
         flops_before: Multiply-adds without merging.
         flops: Multiply-adds with merging.
         merging: The part of `flops` that merging itself takes.
@@ -30,30 +28,22 @@ class BlockReport:
         note: How the block merged differently from its settings, if it did.
     """
 
-    name: str
-    tokens_in: float
-    tokens_kept: float
     flops_before: float
     flops: float
     merging: float
     merged: bool
     note: str = ""
 
-    @property
-    def share(self) -> float:
-        """Tokens kept / tokens in; 1 before the first call."""
-        return self.tokens_kept / self.tokens_in if self.tokens_in else 1.0
-
 
 @dataclass(frozen=True)
-class EncoderReport:
+class EncoderReport(Report):
     """Report of every block of a vision transformer; `str(report)` is a table.
 
     FLOPs are multiply-adds of matrix products and convolutions for one image, as papers count them.
     They include the patch embedding, the blocks, and the model's own pooling and head.
 
     Attributes:
-        blocks: One report per block.
+        layers: One report per block.
         calls: Forwards since the last reset. A checkpoint around blocks, such as timm's, doubles
             them.
         flops_before: Multiply-adds without merging.
@@ -62,7 +52,7 @@ class EncoderReport:
         clips: True if the model takes clips, not images.
     """
 
-    blocks: tuple[BlockReport, ...]
+    layers: tuple[BlockReport, ...]
     calls: int
     flops_before: float
     flops: float
@@ -76,16 +66,12 @@ class EncoderReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return {
-            **asdict(self),
-            "share": self.share,
-            "blocks": [{**asdict(b), "share": b.share} for b in self.blocks],
-        }
+        return {**asdict(self), "share": self.share, **super().to_dict()}
 
     def __str__(self) -> str:
-        width = max(len(block.name) for block in self.blocks)
+        width = max(len(block.name) for block in self.layers)
         lines = [f"{'block':<{width}}  tokens    kept   share  GFLOPs before  GFLOPs after  note"]
-        for block in self.blocks:
+        for block in self.layers:
             lines.append(
                 f"{block.name:<{width}}  {block.tokens_in:>6.0f}  {block.tokens_kept:>6.0f} "
                 f" {block.share:>5.0%}  {block.flops_before / 1e9:>13.3f} "
@@ -147,6 +133,6 @@ def make_blocks(
         means = {field: total / max(calls, 1) for field, total in totals.items()}
         merged = number in sums
         note = counts[number].note if merged else ""
-        rows.append(BlockReport(name, **means, merged=merged, note=note))
+        rows.append(BlockReport(name=name, **means, merged=merged, note=note))
         tokens, squares = block_sums["kept"], block_sums["kept_squares"]
     return tuple(rows), calls

@@ -12,7 +12,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,12 +21,12 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, jobs_of
+from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, described_sampling, jobs_of
 from mame_sd.runs.loading import LoadedModel, known_identity
 from mame_sd.runs.merging import InstalledMethod, Merging, Method
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process
-from mame_sd.runs.prompt_files import Prompt, prompts_digest
+from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.run_folder import RunFolder
 from mame_sd.runs.sampling import sample, to_png
 
@@ -86,7 +86,7 @@ def generate(
     folder = RunFolder(out, process.rank)
     # All that decides pixels. A folder must be continued with the settings it was begun with.
     described = {
-        **_given(prompts, settings),
+        **described_sampling(prompts, settings),
         "guidance": model.guidance if settings.guidance is None else settings.guidance,
         "model": model.identity,
         "mame": None,
@@ -198,18 +198,12 @@ def known_settings(
         choice: the model.
         config: settings of merging, or None for the unmerged model.
     """
-    known = {**_given(prompts, settings), "model": known_identity(choice)}
+    known = {**described_sampling(prompts, settings), "model": known_identity(choice)}
     if config is None:
         known["mame"] = None
     elif config.given:  # otherwise a setting saved with the model may turn merging off
         known["mame"] = config.to_dict(given_only=True)
     return known
-
-
-def _given(prompts: Sequence[Prompt], settings: GenerateSettings) -> dict[str, Any]:
-    """Return the prompts and sampling settings, without guidance if it is the model's own."""
-    given = {name: v for name, v in asdict(settings).items() if name != "guidance" or v is not None}
-    return {**given, "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)}}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

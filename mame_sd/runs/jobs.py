@@ -6,12 +6,12 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mame_sd.errors import unexpected
 from mame_sd.runs.options import option
-from mame_sd.runs.prompt_files import Prompt, check_unique
+from mame_sd.runs.prompt_files import Prompt, check_unique, prompts_digest
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +120,17 @@ def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
         negative = settings.negative_prompt if own is None else own
         jobs += [Job(prompt, n, seed, negative) for n in range(settings.images_per_prompt)]
     return jobs
+
+
+def described_sampling(prompts: Sequence[Prompt], settings: GenerateSettings) -> dict[str, Any]:
+    """Return the prompts and sampling settings as the manifest has them.
+
+    The model's own guidance is omitted, because the settings don't know it.
+    """
+    values = asdict(settings)
+    if settings.guidance is None:
+        del values["guidance"]
+    return {**values, "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)}}
 
 
 def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mame_sd.errors import UserError, first_line, unexpected
-from mame_sd.runs.model_files import HUB_ID, name_and_digest
-
-
-def read_lora(given: str) -> tuple[str, float]:
-    """Return the file, folder or hub id of PATH_OR_ID[:SCALE], and its scale.
-
-    Raises:
-        UserError: the scale is no finite number, or nothing is at the path.
-    """
-    source, mark, text = given.rpartition(":")
-    try:
-        scale = float(text)
-    except ValueError:
-        mark = ""
-    if not mark or os.path.exists(given):
-        source, scale = given, 1.0
-    if not math.isfinite(scale):
-        allowed = "a finite scale after the colon"
-        raise unexpected(f"--lora {given}", allowed, text, "give one such as 0.8")
-    if not os.path.exists(source) and not HUB_ID.fullmatch(source):
-        raise UserError(
-            f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
-            " check the path"
-        )
-    return source, scale
+from mame_sd.errors import UserError, first_line
+from mame_sd.runs.model_files import name_and_digest, read_lora
 
 
 def lora_identity(given: str) -> dict[str, Any]:

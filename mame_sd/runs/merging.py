@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # both import torch, which names of methods can do without
 
 
 class NotApplicable(UserError):
-    """The method can do nothing with this model."""
+    """The method, or one of its settings, can do nothing with this model."""
 
 
 class InstalledMethod(Protocol):
@@ -71,7 +71,7 @@ class Merging:
             return InstalledMerging(apply_mame(model.pipe, self.config))
         except (TypeError, ValueError) as error:
             if str(error).partition(":")[0] in NAMES:  # a setting is wrong for this model
-                raise UserError(f"merging: {error}") from error
+                raise NotApplicable(f"merging: {error}") from error
             raise UserError(
                 f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
             ) from error

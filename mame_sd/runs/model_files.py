@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from mame_sd.runs.options import option
 
 EMBEDDED = "embedded-"  # prefix of the names of embedded models
 DTYPES = ("float32", "float16", "bfloat16")
+_DEVICE = re.compile(r"auto|(cpu|mps)(:0)?|cuda(:\d+)?")
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")  # owner/name, and no file
 
 
@@ -74,12 +76,14 @@ class ModelChoice:
         return self.model.removeprefix(EMBEDDED) if named else None
 
     def check_place(self) -> None:
-        """Raise UserError for a name that is neither on this machine nor a hub id."""
-        name = self.model
-        if name is None or self.embedded is not None or os.path.exists(name):
-            return
-        if not HUB_ID.fullmatch(name):
-            raise _no_such_model(name, "--model")
+        """Raise UserError if the model of a pipeline or a LoRA can't be what the name says.
+
+        It imports no library and doesn't ask the hub.
+        """
+        if self.embedded is not None or not HUB_ID.fullmatch(self.model or ""):
+            find_model(self)
+        for given in self.loras:
+            read_lora(given)
 
     def __post_init__(self) -> None:
         given = self.model or "none"
@@ -88,11 +92,38 @@ class ModelChoice:
         if self.dtype not in ("auto", *DTYPES):
             allowed = f"auto, {', '.join(DTYPES)}"
             raise unexpected("--dtype", allowed, repr(self.dtype), "give one of these")
+        if not _DEVICE.fullmatch(self.device):
+            allowed = "auto, cpu, cuda, cuda:N or mps"
+            raise unexpected("--device", allowed, repr(self.device), "give one of these")
         if self.revision is not None and (self.embedded or os.path.exists(given)):
             raise unexpected("--revision", "a hub id as --model", given, "leave it out")
         if self.single_file_config is not None and Path(given).suffix != ".safetensors":
             allowed = "a .safetensors file as --model"
             raise unexpected("--single-file-config", allowed, given, "leave it out")
+
+
+def read_lora(given: str) -> tuple[str, float]:
+    """Return the file, folder or hub id of PATH_OR_ID[:SCALE], and its scale.
+
+    Raises:
+        UserError: the scale is no finite number, or nothing is at the path.
+    """
+    source, mark, text = given.rpartition(":")
+    try:
+        scale = float(text)
+    except ValueError:
+        mark = ""
+    if not mark or os.path.exists(given):
+        source, scale = given, 1.0
+    if not math.isfinite(scale):
+        allowed = "a finite scale after the colon"
+        raise unexpected(f"--lora {given}", allowed, text, "give one such as 0.8")
+    if not os.path.exists(source) and not HUB_ID.fullmatch(source):
+        raise UserError(
+            f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
+            " check the path"
+        )
+    return source, scale
 
 
 def find_model(choice: ModelChoice) -> Path:
@@ -116,7 +147,7 @@ def find_model(choice: ModelChoice) -> Path:
             f"--model {choice.model or folder}",
             "the folder of a diffusers pipeline",
             "one without model_index.json",
-            "give the folder that holds it",
+            "give the folder that contains it",
         )
     return folder
 

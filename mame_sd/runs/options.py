@@ -6,7 +6,9 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help: str, *flags: str, metavar: str | None = None) -> Any:
+def option(
+    default: Any, help: str, *flags: str, metavar: str | None = None, positional: bool = False
+) -> Any:
     """Declare a field of which `mame_sd.cli.options` makes an option.
 
     Args:
@@ -14,5 +16,7 @@ def option(default: Any, help: str, *flags: str, metavar: str | None = None) -> 
         help: help text.
         flags: flags of the option. By default the field's name.
         metavar: name of the value in the help text. If None, the type decides.
+        positional: if True, the value is given without a flag.
     """
-    return field(default=default, metadata={"help": help, "flags": flags, "metavar": metavar})
+    about = {"help": help, "flags": flags, "metavar": metavar, "positional": positional}
+    return field(default=default, metadata=about)

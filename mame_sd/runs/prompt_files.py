@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ def load_prompts(source: str | Path) -> list[Prompt]:
         UserError: the file is missing, empty, badly encoded or malformed.
     """
     path = demo_file() if str(source) == "demo" else Path(source)
+    if os.path.isdir(path):  # unlike Path.is_dir, False for names that are too long
+        raise unexpected(str(path), "a prompt file", "a folder", "give a file in it")
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         allowed = f"a prompt file ending in {', '.join(READERS)} (or 'demo')"
@@ -79,7 +82,7 @@ def load_prompts(source: str | Path) -> list[Prompt]:
 def prompts_from_texts(texts: Sequence[str]) -> list[Prompt]:
     """Return prompts with the ids ``p00001``, ``p00002``, ... (those of files are numbers)."""
     for text in texts:
-        _check_text("--prompt: ", text)
+        _check_text("", text)
     return [Prompt(id=f"p{number:05d}", text=text) for number, text in enumerate(texts, 1)]
 
 
@@ -142,7 +145,7 @@ def _prompt(place: str, number: int, values: dict[str, str]) -> Prompt:
 
 
 def _check_text(place: str, text: str) -> None:
-    if not text:
+    if not text.strip():
         raise UserError(f"{place}expected a prompt, got an empty one; write some words")
     if len(text) > MAX_LENGTH:
         raise UserError(

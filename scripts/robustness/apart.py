@@ -1,11 +1,12 @@
-"""Calls of one model next to one another: in threads and coroutines at once, and in batches padded
-on both sides; and models whose classes are derived, or whose forwards a tool wrapped.
+"""Compare calls of one model that run next to one another with the same calls alone.
 
     python -m scripts.robustness.apart [--seed 0] [--cases 20] [--kinds caches,encoders]
 
-Each case draws a tiny model of random weights, settings and calls, and compares each answer with
-that of the same call alone: bit for bit in threads, nearly in batches. Prints one JSON line a kind:
-how many were tried, how they ended, and what failed. The exit status is 1 where one failed.
+Calls run in threads and coroutines at once, and in batches that are padded on both sides. Other
+kinds derive the classes of a model's modules, or wrap their forwards as tools do. Each case draws a
+tiny model of random weights, settings and calls. Answers must be equal bit for bit in threads, and
+nearly equal in batches. The output is one JSON line for each kind: how many cases were tried, how
+they ended, and what failed. The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def merging(draw: Draw, **more: Any) -> dict[str, Any]:
 
 
 def together(root: nn.Module, draw: Draw, asks: list[Callable[[], Tensor]]) -> None:
-    """Raise AssertionError where one of `asks` gives something else in threads than alone; threads
-    take turns in modules of `root` that are drawn.
+    """Raise AssertionError if one of `asks` gives something else in threads than alone.
+
+    Threads take turns in modules of `root` that are drawn.
     """
     alone, found = [ask() for ask in asks], []
 
@@ -134,7 +136,7 @@ def coroutines(draw: Draw) -> None:
 
 
 def renamed(draw: Draw) -> None:
-    """A denoiser whose modules' classes are derived, as FSDP2 does, before merging or after it."""
+    """Derive the classes of a denoiser's modules, as FSDP2 does, before merging or after it."""
     case = MODELS[draw.choice(DENOISERS)]
     model, inputs = case.build(), case.inputs()
     form = {"keep": draw.choice(KEEPS), "min_tokens": 1}
@@ -215,7 +217,7 @@ def encoders(draw: Draw) -> None:
 
 
 def decoder(draw: Draw) -> tuple[Any, Callable[[], Any]]:
-    """A language model, and what draws blocks that shorten its cache."""
+    """Return a language model, and a function that draws blocks that shorten its cache."""
     model = tiny(draw.choice([*DECODERS]), draw.choice(("sdpa", "eager")))
     return model, lambda: partial(compress_cache, model, draw.choice(KEEPS))
 

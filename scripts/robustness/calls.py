@@ -1,15 +1,14 @@
-"""Calls of `mame_sd.attention` with any shapes, masks and arguments, and of `mame-sd generate` with
-hostile files.
+"""Call `mame_sd.attention` with any arguments, and `mame-sd generate` with hostile files.
 
     python -m scripts.robustness.calls [--seed 0] [--cases 200] [--kinds masks,broken,files]
 
-masks: a mask of any form lies over an image and text. It is held where the outputs are finite and
-near the range of the values, wherever exact attention is finite, and those of a mask for all
-queries don't depend on hidden values; "refused" where one line of ours says so.
-broken: one argument is of another shape, dtype, kind or range. It is held where that is one line of
-this package, as a ValueError or TypeError.
-files: a pipe stands in the place of a file, folders are too deep in one another, or input is huge.
-It is "refused" where one line says so within a minute, and held where images are made.
+masks: A mask of any form lies over an image and text. It is held if the outputs are finite and near
+the range of the values wherever exact attention is finite, and if those of a mask for all queries
+don't depend on hidden values; "refused" if one line of ours says so.
+broken: One argument has another shape, dtype, kind or range. It is held if this package raises
+ValueError or TypeError with one line.
+files: A pipe stands in the place of a file, folders are nested too deeply, or input is huge. It is
+"refused" if one line says so within a minute, and held if images are made.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def drawn(draw: Draw) -> dict[str, Any]:
-    """The arguments of a call that can be answered."""
+    """Draw the arguments of a valid call."""
     grid = [draw.randint(1, 12) for _ in range(draw.randint(1, 3))]
     before, after = draw.randint(0, 9), draw.randint(0, 9)
     batch, shared, heads, width = (draw.randint(1, 3) for _ in range(4))
@@ -139,7 +138,7 @@ def finished() -> tuple[Path, list[str]]:
     model = save_tiny_pipeline(work / "model")
     call = ["generate", "--quiet", "--device", "cpu", "--steps", "1"]
     with contextlib.redirect_stdout(io.StringIO()):
-        own = ["--prompt", "x", "--model", str(model), "--out", str(work / "run")]
+        own = ["x", "--model", str(model), "--out", str(work / "run")]
         assert generate([*call, *own]) == 0
     return work, call
 
@@ -158,7 +157,7 @@ def hostile(draw: Draw) -> str:
     work, call = finished()
     place = Path(tempfile.mkdtemp(dir=work))
     run, model = (Path(shutil.copytree(work / name, place / name)) for name in ("run", "model"))
-    out, prompts, config = run, ["--prompt", "x"], place / "config.json"
+    out, prompts, config = run, ["x"], place / "config.json"
     size = int(10 ** draw.uniform(1, 6.7))
     kind = draw.choice(["pipe", "deep", "deep out", "line", "lines", "patterns", "images", "json"])
     if kind == "pipe":

@@ -47,9 +47,11 @@ core/groups.py: core
     shares = (belongs / counts) => shares = (belongs / 1)
     else slots.index_select(0, led) => else slots[: len(led)]
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
+    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
+core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
-    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
+core/guidance.py: core
     times.float().amax() => times.float().amin()
     guide = unguided.index(False) => guide = 0
     == chunks[guide]).all() => == chunks[guide]).any()
@@ -69,7 +71,7 @@ core/restore.py: core/test_restore.py
     .add_(RIDGE) => .add_(0.1)
     y.clamp(-HALF_MAX, HALF_MAX) => y
     index_select(0, leader).flatten(0, 1) => flatten(0, 1)
-    weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype)) => weights.to(x.dtype)
+    weights.to(dtype).scatter_(1, rows, eye.to(dtype)) => weights.to(dtype)
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
@@ -99,23 +101,26 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
 diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
 diffusion/restoring.py: diffusion/test_restoring.py test_models.py
-    (GATED if _has_fuser(entry.module) else "") => ""
-    (CACHED if self._is_cached(entry.module) else "") => ""
-    (BY_TOKEN if tokens.timesteps else "") => ""
-    any(kwargs.get(name) is not None for name in _BY_TOKEN) => False
+    return GATED => pass
+    return CACHED => pass
+    return BY_TOKEN => pass
+    any(call.kwargs.get(name) is not None for name in _BY_TOKEN) => False
     if job is not None and job.merges: => if False:
     if not setting.of_layer: => if False:
     torch.cat([y[:, :start], restored, y[:, end:]], 1) => y
-    is_hooked(out) and _is_outermost(out) => is_hooked(out)
-    any(map(_has_cache, (into, out))) => False
+diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
+    is_hooked(out) and _is_outermost(out)) => is_hooked(out))
+    CACHED if any(map(has_cache, (into, out))) else "" => ""
     linear.weight[:, :width], linear.bias => linear.weight[:, :width]
-    if self.ahead and not _is_plain(entry) => if False
+    NOT_PLAIN if self.ahead and not _is_plain(call) else "" => ""
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     if innermost is None: => if True:
     hook.forget() => hook.name
+diffusion/hook_registry.py: diffusion/test_restoring.py
+    offloaded = "_hf_hook" in => offloaded = False and "_hf_hook" in
 diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
@@ -159,7 +164,8 @@ perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     placed.append((parent, "before", hook.follow)) => pass
-    if self._shared.is_earlier(features): => if False:
+perception/forward_state.py: perception/test_restore.py
+    in sorted(plans, reverse=True): => in sorted(plans):
 perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
@@ -170,7 +176,6 @@ perception/merged_block.py: perception
 runs/run_folder.py: runs
     and record.get("sha256", digest) == digest => and digest
     if foreign and self.manifest.name not in foreign: => if False:
-    if own.is_symlink(): => if False:
 runs/jobs.py: runs
     [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
     if last and last[0].steered == job.steered and => if last and
@@ -207,7 +212,7 @@ def faults() -> list[tuple[str, str, str, list[str]]]:
 
 
 def copied(place: Path) -> None:
-    """Copies what git tracks or would track to `place`."""
+    """Copy what git tracks or would track to `place`."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -239,7 +244,7 @@ def passes(place: Path, tests: list[str], output: Path) -> bool:
 
 
 def main() -> None:
-    """Prints a row of Markdown for each fault: what caught it; and how many were caught."""
+    """Print a row of Markdown for each fault with what caught it, and how many were caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="faults whose file has this in its name")
     only = parser.parse_args().only
@@ -266,7 +271,7 @@ def main() -> None:
 
 
 def first_failure(output: Path) -> str:
-    """The test that failed first, or the last line where none ran."""
+    """Return the test that failed first, or the last line if none ran."""
     lines = output.read_text().splitlines() or ["no output"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split()[1].rpartition("/")[2].partition("[")[0] if failed else lines[-1]

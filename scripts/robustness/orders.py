@@ -38,7 +38,7 @@ Tool = Callable[[Model], Model]
 
 
 def lora(model: Model, around: bool = False) -> Model:
-    """An adapter on projections of queries and keys, in the model or in one around it."""
+    """Put an adapter on projections of queries and keys, in the model or in one around it."""
     torch.manual_seed(1)
     names = r".*\.(to_q|to_k|q_proj|k_proj)"
     config = LoraConfig(target_modules=names, r=2, init_lora_weights=False)
@@ -57,7 +57,7 @@ def new_processors(model: Model) -> Model:
 
 
 def method(name: str, *args: Any, **kwargs: Any) -> Tool:
-    """A method of the model as a tool."""
+    """Return a method of the model as a tool."""
 
     def act(model: Model) -> Model:
         getattr(model, name)(*args, **kwargs)
@@ -97,7 +97,7 @@ COPIES: list[Tool] = [copy.deepcopy, saved, lambda model: pickle.loads(pickle.du
 
 
 def run(build: Callable[[], Model], steps: list[Tool], call: Any) -> tuple[Model, Tensor]:
-    """The model after `steps`, and its output."""
+    """Return the model after `steps`, and its output."""
     model = build()
     for step in steps:
         model = step(model)

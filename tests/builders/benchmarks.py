@@ -57,7 +57,7 @@ rivals = pytest.mark.skipif(
 
 
 def tiny_rows() -> list[Row]:
-    """The paper's rows at settings under which a tiny model merges."""
+    """Return the paper's rows at settings under which a tiny model merges."""
     return [
         Row(name="baseline", label="baseline", family="baseline"),
         Row(name="tomesd-50", label="ToMeSD 50 %", family="tomesd", method=ToMeSD(0.5)),
@@ -73,19 +73,20 @@ def tiny_rows() -> list[Row]:
 
 
 def tiny(name: str, min_tokens: int = 16) -> Row:
-    """A rival's row at a setting under which a tiny model merges."""
+    """Return a rival's row at a setting under which a tiny model merges."""
     row = row_named(name)
     return replace(row, method=replace(row.method, min_tokens=min_tokens))
 
 
 def every_row() -> list[Row]:
-    """These, a rival that finds no layer to merge, and mean attention."""
+    """Return these, a rival that finds no layer to merge, and mean attention."""
     return [*tiny_rows(), tiny("todo-2", 1024), tiny(FLOOR)]
 
 
 TINY = Suite(
     name="tiny",
     about="for tests",
+    model="tiny",
     prompts=None,
     num=3,
     steps=2,
@@ -97,9 +98,7 @@ TINY = Suite(
         "is",
         "latency",
         "speedup",
-        "denoising",
         "memory",
-        "memory_denoising",
     ),
 )
 
@@ -126,7 +125,7 @@ def benchmark(model: LoadedModel, out: Path, **changes: Any) -> Benchmark:
 
 
 def results_of(out: Path) -> dict[str, Any]:
-    """The content of results.json in `out`."""
+    """Return the content of results.json in `out`."""
     found: dict[str, Any] = json.loads((out / "results.json").read_text(encoding="utf-8"))
     return found
 

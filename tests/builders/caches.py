@@ -35,9 +35,7 @@ _GUIDED = (
 
 
 class Timestep:
-    """A forward pre-hook of a denoiser: the latest timestep, from 1000 to 0, as a call without
-    arguments.
-    """
+    """Read a denoiser's latest timestep, from 1000 to 0, and return it when called."""
 
     def __init__(self, denoiser: nn.Module) -> None:
         self._value = self._largest = 0.0
@@ -68,10 +66,10 @@ class Cache:
     settings: dict[str, Any]
 
     def enable(self, target: Any) -> None:
-        """Puts the cache on the denoiser of `target`, by `enable_cache`, which models that are no
-        CacheMixin get too.
+        """Put the cache on the denoiser of `target` by `enable_cache`.
 
-        Raises what diffusers raises for models that it can't cache.
+        Models that are no CacheMixin get that method too. It raises what diffusers raises for
+        models that it can't cache.
         """
         denoiser: Any = denoiser_of(target)
         kind = type(denoiser)
@@ -86,7 +84,7 @@ class Cache:
         denoiser.enable_cache(settings(**self.settings, **clock))
 
     def disable(self, target: Any) -> None:
-        """Takes it off again."""
+        """Take the cache off again."""
         denoiser: Any = denoiser_of(target)
         denoiser.cached_at.handle.remove()
         denoiser.disable_cache()
@@ -108,7 +106,7 @@ class DeepCache:
 
 @contextmanager
 def one_run(target: Any) -> Iterator[None]:
-    """The block is one run of all steps: caches start empty."""
+    """Make the `with` block one run of all steps, so that caches start empty."""
     denoiser = denoiser_of(target)
     HookRegistry.check_if_exists_or_initialize(denoiser).reset_stateful_hooks()
     with CacheMixin.cache_context(denoiser, "run"):
@@ -127,8 +125,9 @@ PYRAMID = Cache(
 
 
 def faster(distilled: bool = False) -> Cache:
-    """FasterCache (arXiv 2410.19355) of self-attention and, unless `distilled`, of the unguided
-    half of each batch.
+    """Make a FasterCache (arXiv 2410.19355).
+
+    It caches self-attention and, unless `distilled`, the unguided half of each batch.
     """
     settings = {
         "attention_weight_callback": lambda module: 0.3,
@@ -144,16 +143,19 @@ FIRST = Cache("FirstBlockCache", {"threshold": 10.0})
 
 
 def magnitude(steps: int) -> Cache:
-    """MagCache (github.com/Zehong-Ma/MagCache): all blocks are skipped every other step, after the
-    first quarter of `steps`.
+    """Make a MagCache (github.com/Zehong-Ma/MagCache).
+
+    It skips all blocks every other step after the first quarter of `steps`.
     """
     ratios = {"num_inference_steps": steps, "mag_ratios": [1.0] * steps}
     return Cache("MagCache", {"max_skip_steps": 1, "retention_ratio": 0.25, **ratios})
 
 
 def taylorseer(layers: str) -> Cache:
-    """TaylorSeer (arXiv 2503.06923): attention of these layers is extrapolated from its last two
-    outputs, every other step after the second.
+    """Make a TaylorSeer (arXiv 2503.06923).
+
+    It extrapolates attention of these layers from the last two outputs, every other step after the
+    second.
     """
     every = {"cache_interval": 2, "disable_cache_before_step": 2}
     own = {"taylor_factors_dtype": torch.float32, "cache_identifiers": [layers]}

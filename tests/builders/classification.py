@@ -19,9 +19,7 @@ COLORS = ((220, 40, 30), (30, 160, 60), (40, 60, 220))
 
 
 def save_classifier(folder: Path, name: str = "ViTForImageClassification") -> Path:
-    """The tiny model of that class in `tests.builders.perception`, with names of CLASSES, saved
-    with its image processor.
-    """
+    """Save a tiny model of `tests.builders.perception` with CLASSES and an image processor."""
     config = next(row for row in ROWS if row.name == name).build().config.to_dict()
     kind: Any = getattr(transformers, name)
     names = dict(enumerate(CLASSES))
@@ -32,7 +30,7 @@ def save_classifier(folder: Path, name: str = "ViTForImageClassification") -> Pa
 
 
 def save_timm(folder: Path) -> Any:
-    """A tiny VisionTransformer of timm, saved as its hub has models; gives it."""
+    """Save a tiny VisionTransformer of timm as its hub has models, and return it."""
     import timm
 
     sizes = {"img_size": SIDE, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 2}
@@ -47,7 +45,7 @@ def save_timm(folder: Path) -> Any:
 
 
 def save_text_model(folder: Path, name: str = "CLIPModel") -> Path:
-    """A tiny CLIP or SigLIP over single bytes, saved with tokenizer and image processor."""
+    """Save a tiny CLIP or SigLIP over single bytes, with tokenizer and image processor."""
     kind: Any = getattr(transformers, name)
     tokenizer = tiny_tokenizer()
     small = {
@@ -72,7 +70,7 @@ def save_text_model(folder: Path, name: str = "CLIPModel") -> Path:
 
 
 def save_processor(folder: Path, side: int = SIDE, video: bool = False) -> None:
-    """An image processor to `side` pixels, of frames where it is for a `video`."""
+    """Save an image processor to `side` pixels, of frames for a `video`."""
     size: dict[str, Any] = {"size": {"height": side, "width": side}}
     if video:
         size |= {"crop_size": size["size"], "do_center_crop": False}

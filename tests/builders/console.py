@@ -6,7 +6,10 @@ import pytest
 
 
 def error_of(capsys: pytest.CaptureFixture[str], silent: bool = False) -> str:
-    """The one error line that stderr ends with; `silent`: nothing went to stdout."""
+    """Return the one error line that stderr ends with.
+
+    If `silent`, nothing may have gone to stdout.
+    """
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert not (silent and out)

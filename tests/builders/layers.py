@@ -1,6 +1,4 @@
-"""Single attention modules, their tokens, and the settings that tests of hooks and of the processor
-share.
-"""
+"""Single attention modules, their tokens, and settings for tests of hooks and of the processor."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ORACLES = Path(__file__).parents[1] / "oracles" / "eval.json"
 
 @cache
 def oracle(part: str) -> Any:
-    """What other people's code said, as tests/record_oracles.py of commit 350f706 wrote it."""
+    """Return what other people's code said (tests/record_oracles.py of commit 350f706)."""
     return json.loads(ORACLES.read_text())[part]
 
 

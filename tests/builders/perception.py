@@ -65,11 +65,11 @@ class Row:
     positional: bool = False
 
     def batch(self, size: int = 2, seed: int = 0) -> dict[str, Any]:
-        """Inputs of a batch."""
+        """Return the inputs of a batch."""
         return self.inputs(size, torch.Generator().manual_seed(seed))
 
     def call(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of the model's output by name."""
+        """Return the tensors of the model's output by name."""
         output = model(*inputs.values()) if self.positional else model(**inputs)
         return {"output": output} if isinstance(output, Tensor) else dict(_tensors(output))
 
@@ -114,7 +114,7 @@ def patches(size: int, generator: torch.Generator) -> dict[str, Any]:
 
 
 def _of(name: str, *args: Any, **overrides: Any) -> nn.Module:
-    """The class `name` of transformers on its own configuration with `overrides`."""
+    """Build the class `name` of transformers on its own configuration with `overrides`."""
     kind = getattr(transformers, name)
     model: nn.Module = seeded(kind, 0, kind.config_class(*args, **overrides))
     return model
@@ -241,5 +241,5 @@ EVERY = [*(pytest.param(row, id=row.name) for row in ROWS), *TIMM]
 
 
 def tokens(handle: Any) -> list[float]:
-    """What each block of a merged model has left."""
-    return [block.tokens_kept for block in handle.report().blocks]
+    """Return the number of tokens that each block of a merged model keeps."""
+    return [block.tokens_kept for block in handle.report().layers]

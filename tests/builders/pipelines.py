@@ -40,15 +40,13 @@ def quiet(pipe: Any) -> Any:
 
 
 def sd(name: str, **changes: Any) -> Any:
-    """diffusers' pipeline class of that name around the parts of the tiny Stable Diffusion,
-    `changes` over them.
-    """
+    """Make diffusers' pipeline of that name around the tiny Stable Diffusion, with `changes`."""
     parts = {**tiny_components(), **changes}
     return quiet(getattr(diffusers, name)(**parts))
 
 
 def mame_pipeline(scheduler: str = "ddim", **changes: Any) -> StableDiffusionMaMePipeline:
-    """The tiny Stable Diffusion as one that merges, `changes` over its parts and settings."""
+    """Make the tiny Stable Diffusion as one that merges, with `changes`."""
     settings = {"tau": 0.2, "mame_config": {"min_tokens": 40}}
     pipe: StableDiffusionMaMePipeline = quiet(
         StableDiffusionMaMePipeline(**{**tiny_components(scheduler), **settings, **changes})
@@ -57,7 +55,7 @@ def mame_pipeline(scheduler: str = "ddim", **changes: Any) -> StableDiffusionMaM
 
 
 def sdxl() -> Any:
-    """A StableDiffusionXLPipeline; its two text encoders give TEXT_DIM values each."""
+    """Make a StableDiffusionXLPipeline, whose text encoders give TEXT_DIM values each."""
     tokenizer = tiny_tokenizer()
     text_encoder = tiny_text_encoder(tokenizer)
     config = CLIPTextConfig(**{**text_encoder.config.to_dict(), "projection_dim": TEXT_DIM})

@@ -1,5 +1,6 @@
-"""Threads, and processes that are forked from this one, for a fresh one first loads all
-libraries.
+"""Threads, and processes that are forked from this one.
+
+A fresh process would first load all libraries.
 """
 
 from __future__ import annotations
@@ -20,16 +21,14 @@ EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Does it in another thread, and waits for its end."""
+    """Do the work in another thread, and wait for its end."""
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
 
 
 def kill_at(number: int, folder: Path) -> None:
-    """From now on, SIGKILL this process just before its `number`-th operation that changes
-    something in `folder`.
-    """
+    """SIGKILL this process just before its `number`-th operation that changes `folder`."""
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -61,11 +60,17 @@ def in_child(run: Callable[[], object]) -> int:
 
 
 def in_two_processes(run: Callable[[], int], folder: Path) -> str:
-    """Calls `run`, which returns an exit status, in each of two processes of one run, with the
-    environment that a launcher gives them; gives what they wrote to stdout.
+    """Call `run` in each of two processes of one run, with a launcher's environment.
+
+    Args:
+        run: Returns an exit status.
+        folder: Gets what the processes write.
+
+    Returns:
+        What both wrote to stdout.
 
     Raises:
-        AssertionError: one of them failed, or did not end; with what they wrote to stderr.
+        AssertionError: If one of them failed or did not end, with what they wrote to stderr.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,6 +1,4 @@
-"""Results like those of a benchmark, with runs of drawn images, for the tests of the report; and
-what its page consists of.
-"""
+"""Results like those of a benchmark, with runs of drawn images, and a parser of the report."""
 
 from __future__ import annotations
 
@@ -96,7 +94,7 @@ def example(folder: Path, side: int = 48, prompts: tuple[str, ...] = PROMPTS) ->
 
 
 def row(results: Results, name: str, of: str = "rows") -> dict[str, Any]:
-    """The row called `name`; of "metrics" the metric."""
+    """Return the row called `name`, or of "metrics" the metric."""
     found: dict[str, Any] = next(entry for entry in results[of] if entry["name"] == name)
     return found
 

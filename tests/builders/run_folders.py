@@ -19,9 +19,7 @@ def write_run(
     torch: str = "",
     **settings: Any,
 ) -> Path:
-    """A run folder as `generate` of that `torch` leaves it, of given pixels by key
-    `<id>_<repeat>`.
-    """
+    """Write a run folder as `generate` leaves it, of given pixels by key `<id>_<repeat>`."""
     (folder / "images").mkdir(parents=True)
     rows = []
     for key, pixels in images.items():
@@ -43,9 +41,7 @@ def write_run(
 
 
 def forget_hashes(folder: Path) -> None:
-    """Take the hashes of images out of a run's records, so that a changed image passes for the
-    run's own.
-    """
+    """Remove the hashes from a run's records, so that a changed image passes for the run's own."""
     path = folder / "samples.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:

@@ -1,5 +1,6 @@
-"""Weights and pictures that are the same on every machine, so that an oracle's answers can be
-recorded beside a test.
+"""Weights and pictures that are the same on every machine.
+
+So an oracle's answers can be recorded next to a test.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from torch import Tensor
 
 
 def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Float32 in [-1, 1), decided by `name` alone: NumPy's PCG64, whose stream does not change
-    between versions.
+    """Return float32 in [-1, 1) that depends on `name` alone.
+
+    They come from NumPy's PCG64, whose stream does not change between versions.
     """
     bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
     numbers = (bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1
@@ -22,8 +24,9 @@ def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """A state dict that keeps activations near 1: convolutions scaled by their inputs, norms near
-    the identity.
+    """Make a state dict that keeps activations near 1.
+
+    Convolutions are scaled by the number of their inputs, and norms are near the identity.
     """
     tensors = {}
     for name, shape in shapes.items():
@@ -41,7 +44,7 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def inception_weights(convolutions: dict[str, list[int]]) -> dict[str, Tensor]:
-    """A whole state dict of FID's Inception, from the shapes of its convolutions."""
+    """Make a state dict of FID's Inception from the shapes of its convolutions."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (1008, 2048), "fc.bias": (1008,)}
     for name, shape in convolutions.items():
         shapes[f"{name}.conv.weight"] = tuple(shape)

@@ -1,6 +1,4 @@
-"""A tiny pipeline's UNet, VAE and text encoder as one file in the original Stable Diffusion layout,
-for `from_single_file`.
-"""
+"""A tiny pipeline as one file in the original Stable Diffusion layout, for `from_single_file`."""
 
 from __future__ import annotations
 
@@ -35,7 +33,12 @@ VAE = {
 
 
 def unet_key(key: str, layers: int) -> str:
-    """The original layout's name of a UNet2DConditionModel weight; `layers` is layers_per_block."""
+    """Return the original name of a UNet2DConditionModel's weight.
+
+    Args:
+        key: The name in diffusers.
+        layers: `layers_per_block` of the model.
+    """
     if key in UNET_ENDS:
         return str(UNET_ENDS[key])
     match = re.match(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)", key)
@@ -56,7 +59,7 @@ def unet_key(key: str, layers: int) -> str:
 
 
 def vae_key(key: str, levels: int) -> str:
-    """The original layout's name of an AutoencoderKL weight."""
+    """Return the original name of an AutoencoderKL's weight."""
     key = re.sub(r"down_blocks\.(\d+)\.", r"down.\1.", key)
     key = re.sub(r"up_blocks\.(\d+)\.", lambda m: f"up.{levels - 1 - int(m[1])}.", key)
     key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
@@ -66,9 +69,7 @@ def vae_key(key: str, levels: int) -> str:
 
 
 def save_single_file(pipe: Any, path: Path) -> Path:
-    """Writes UNet, VAE and text encoder of `pipe` into one .safetensors file in the original
-    layout; returns its path.
-    """
+    """Write UNet, VAE and text encoder of `pipe` into one .safetensors file; return its path."""
     layers, levels = pipe.unet.config.layers_per_block, len(pipe.vae.config.block_out_channels)
     weights: dict[str, torch.Tensor] = {}
     for key, value in pipe.unet.state_dict().items():

@@ -26,8 +26,9 @@ TEXT_DIM = 16
 
 
 def seeded(build: Any, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """`build(*args, **kwargs)` in eval mode, its weights drawn from `seed`; the global generator is
-    left alone.
+    """Return `build(*args, **kwargs)` in eval mode, with weights drawn from `seed`.
+
+    The global generator is left alone.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -35,9 +36,7 @@ def seeded(build: Any, seed: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def tiny_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
-    """A UNet like SD 1.x cut to two levels, both with self- and cross-attention (10 Attention
-    modules).
-    """
+    """Make a UNet like SD 1.x with two levels, both with self- and cross-attention (10 modules)."""
     config: dict[str, Any] = {
         "sample_size": LATENT,
         "in_channels": 4,
@@ -67,8 +66,9 @@ def one_level_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
 
 
 def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
-    """A UNet like SDXL: no attention at full resolution, two blocks at the second level, added time
-    and text.
+    """Make a UNet like SDXL's.
+
+    It has no attention at full resolution, two blocks at the second level, and added time and text.
     """
     config: dict[str, Any] = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -83,8 +83,9 @@ def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
 
 
 def tiny_vae(seed: int = 1) -> AutoencoderKL:
-    """An autoencoder of factor 2 (`FACTOR`); its middle block has a 4-D attention that must never
-    be merged.
+    """Make an autoencoder of factor 2 (`FACTOR`).
+
+    Its middle block has a 4-D attention that must never be merged.
     """
     return seeded(
         AutoencoderKL,
@@ -99,7 +100,7 @@ def tiny_vae(seed: int = 1) -> AutoencoderKL:
 
 
 def tiny_tokenizer() -> CLIPTokenizer:
-    """A real CLIPTokenizer over single bytes: it takes any string."""
+    """Make a real CLIPTokenizer over single bytes, which takes any string."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
     tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
@@ -145,7 +146,7 @@ def tiny_components(scheduler: str = "ddim", **unet: Any) -> dict[str, Any]:
 
 
 def tiny_pipeline(scheduler: str = "ddim", **unet: Any) -> StableDiffusionPipeline:
-    """A real StableDiffusionPipeline: 32 x 32 pixels, two levels of 256 and 64 tokens.
+    """Make a StableDiffusionPipeline of 32 x 32 pixels, with levels of 256 and 64 tokens.
 
     `unet` overrides its config.
     """
@@ -161,9 +162,7 @@ def save_tiny_pipeline(folder: Path, **unet: Any) -> Path:
 
 
 def generate(pipe: Any, prompt: str | list[str] = "a red key", **kwargs: Any) -> torch.Tensor:
-    """Images [B, 3, H, W] in [0, 1] from a pipeline, seeded with `seed=` (0), two steps unless told
-    otherwise.
-    """
+    """Return a pipeline's images [B, 3, H, W] in [0, 1]; by default two steps with `seed=0`."""
     call: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt"}
     generator = torch.Generator().manual_seed(kwargs.pop("seed", 0))
     return pipe(prompt, generator=generator, **{**call, **kwargs}).images
@@ -176,9 +175,7 @@ def unet_inputs(
     width: int = LATENT,
     seed: int = 3,
 ) -> dict[str, Any]:
-    """Keyword arguments for one call of `unet` (SDXL's added conditions included where its config
-    asks for them).
-    """
+    """Return keyword arguments for a call of `unet`, with SDXL's conditions if its config asks."""
     generator = torch.Generator().manual_seed(seed)
     inputs: dict[str, Any] = {
         "sample": torch.randn(batch, 4, height, width, generator=generator),
@@ -194,16 +191,15 @@ def unet_inputs(
 
 
 def run_unet(unet: UNet2DConditionModel, **kwargs: Any) -> torch.Tensor:
-    """The UNet's output [B, 4, height, width] for `unet_inputs(unet, **kwargs)`, without
-    gradients.
-    """
+    """Return the UNet's output [B, 4, height, width] for `unet_inputs(unet, **kwargs)`."""
     with torch.no_grad():
         return unet(**unet_inputs(unet, **kwargs)).sample
 
 
 def save_tiny_clip(folder: Path) -> Path:
-    """A small CLIP with random weights, saved as the hub holds OpenAI's: pytorch_model.bin,
-    tokenizer, image processor.
+    """Save a small CLIP with random weights as the hub has OpenAI's.
+
+    That is pytorch_model.bin with a tokenizer and an image processor.
     """
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 

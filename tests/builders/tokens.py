@@ -9,9 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Correlated tokens: a few directions and noise, so that some pairs are similar and some are
-    not.
-    """
+    """Draw tokens of a few directions with noise, so that only some pairs are similar."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(4, shape[-1], generator=generator)
     pick = torch.randint(0, 4, shape[:-1], generator=generator)
@@ -19,7 +17,7 @@ def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def word_tokenizer(words: list[str], **special: object) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are these words with spaces between; "<unk>" must be one."""
+    """Make a tokenizer of these words with spaces between; "<unk>" must be one."""
     made = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", **special)

@@ -1,6 +1,4 @@
-"""The way of one call through the library's own files, as the interpreter sees it, and the
-operations that it runs.
-"""
+"""Trace the library's own functions that a call enters, and the operations that it runs."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ NOT_OURS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "__torch_funct
 
 
 def traced(run: Callable[[], Any]) -> list[tuple[str, str]]:
-    """(file, function) of every call of a function of ours in `run()`, in order, properties among
-    them.
-    """
+    """List (file, function) of every call of our functions and properties in `run()`, in order."""
     trace: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -42,13 +38,13 @@ def traced(run: Callable[[], Any]) -> list[tuple[str, str]]:
 
 
 def counts(trace: list[tuple[str, str]]) -> tuple[int, int, int]:
-    """Files, calls, and how often a call is in a file that was left before."""
+    """Return the numbers of files, of calls, and of returns to a file that was left before."""
     files = [file for file, _ in groupby(file for file, _ in trace)]
     return len(set(files)), len(trace), len(files) - len(set(files))
 
 
 class Operations(TorchDispatchMode):
-    """The operations of PyTorch that run inside of it, in order."""
+    """Record the operations of PyTorch that run inside it, in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""diffusers' transformers at tiny size, and their inputs: images that are not square, with a
-text.
-"""
+"""diffusers' transformers at tiny size, and their inputs: a text, and images of 8 x 12 tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def model(name: str, **config: Any) -> Callable[[], nn.Module]:
-    """Builds diffusers' class of that name; parameters that are made as zero or empty are drawn
-    too.
-    """
+    """Build diffusers' class of that name, and draw parameters that are made as zero or empty."""
 
     def build() -> nn.Module:
         module = seeded(getattr(diffusers, name), 0, **config)

@@ -148,7 +148,7 @@ def test_all_of_a_cache_is_bit_equal() -> None:
         with compress_cache(model, 1) as handle:
             assert torch.equal(model(ids).logits, want)
             assert torch.equal(generated(model, ids), plain)
-    assert handle.report() == "keep=1.0: nothing was compressed"
+    assert str(handle.report()) == "keep=1.0: nothing was compressed"
 
 
 @torch.no_grad()
@@ -268,7 +268,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "T5ForConditionalGeneration",
         {"d_model": 16, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 8},
-        "expected a decoder alone, got T5ForConditionalGeneration",
+        "expected a decoder, got T5ForConditionalGeneration",
     ),
     (
         "Qwen2VLForConditionalGeneration",
@@ -291,12 +291,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "MistralForCausalLM",
         {**SHAPE, "sliding_window": 8},
-        "every layer sees a sliding window alone",
+        "expected layers that attend to all tokens, got sliding windows",
     ),
     (
         "FalconH1ForCausalLM",
         {**SHAPE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-        "keys and values alone, got FalconH1ForCausalLM with a Li",
+        "only keys and values, got FalconH1ForCausalLM with a Li",
     ),
 ]
 
@@ -394,9 +394,12 @@ def test_compiled_models_are_refused(part: str, way: str) -> None:
         compress_cache(model, 0.5),
     ):
         pass
+
+
+def test_modules_next_to_attention_may_be_compiled() -> None:
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[0].mlp.compile(backend="eager")
-    with compress_cache(model, 0.5):  # modules next to attention may be compiled
+    with compress_cache(model, 0.5):
         pass
 
 
@@ -421,12 +424,13 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "2 layers: 14 of 64 keys stay" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("keep", [-5, 0, float("nan"), 2, True, "x", None])
-def test_a_share_is_checked_when_it_is_set(keep: Any) -> None:
+def test_a_share_is_checked_when_it_is_set() -> None:
     model, ids = tiny("llama"), prompt()
+    wrong: list[Any] = [-5, 0, float("nan"), 2, True, "x", None]
     with compress_cache(model, 0.5) as handle:
-        with pytest.raises(ValueError, match="keep: expected a share above 0 and at most 1, got"):
-            handle.keep = keep
+        for keep in wrong:
+            with pytest.raises(ValueError, match="keep: expected a share above 0 and at most 1, g"):
+                handle.keep = keep
         with pytest.raises(TypeError, match="compressing: expected True or False, got 'no'"):
             handle.compressing = "no"  # type: ignore[assignment]
         assert (handle.keep, handle.compressing) == (0.5, True)

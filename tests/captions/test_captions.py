@@ -58,7 +58,7 @@ def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop(build: Callable
     handle: Any = apply_mame(model, keep=0.5)
     new: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     written = model.generate(**call, **new)
-    assert handle.report().visual_after < handle.report().visual_before
+    assert handle.report().layers[0].share < 1
     whole = call["input_ids"].shape[1]
     assert torch.equal(written[:, :whole], call["input_ids"])
     by_hand = tiny.by_hand(model, 0.5, call, new=4)
@@ -259,10 +259,8 @@ def test_settings_change_and_are_reported() -> None:
     handle: Any = apply_mame(model, MaMeConfig(keep=0.5))
     half = model(**call).logits
     assert "18.0 visual tokens" in str(handle.report())
-    assert handle.report().to_dict()["visual_before"] == PATCHES
+    assert handle.report().to_dict()["layers"][0]["tokens_in"] == PATCHES
     handle.set(keep=0.25)
-    with pytest.raises(AttributeError):
-        handle.config = MaMeConfig(keep=0.5)
     assert model(**call).logits.shape[1] < half.shape[1]
     handle.remove()
     assert not handle.installed
@@ -278,10 +276,10 @@ def test_refusals_are_one_line() -> None:
     handle: Any = apply_mame(model, keep=0.5)
     for bad, message in (
         ({"blocks": 2}, "unknown setting 'blocks'"),
-        ({"tau": 0.5}, "tau: expected keep alone for the visual tokens"),
-        ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected keep alone"),
-        ({"mlp_keep": 0.5}, "mlp_keep: expected keep alone"),
-        ({"block_keep": 0.5}, "block_keep: expected keep alone"),
+        ({"tau": 0.5}, "tau: expected only keep for the visual tokens"),
+        ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected only keep"),
+        ({"mlp_keep": 0.5}, "mlp_keep: expected only keep"),
+        ({"block_keep": 0.5}, "block_keep: expected only keep"),
         ({"keep": 1.5}, "keep: "),
         ({"keep": 0.5, "tau": 0.5}, "expected tau or keep, got both"),
     ):

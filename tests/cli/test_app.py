@@ -54,7 +54,10 @@ paint | No such command 'paint'
 generate --stepz 3 | No such option: --stepz
 generate --steps | --steps
 generate --steps many | --steps: expected a whole number, got 'many'; mame-sd generate --help
-generate | expected prompts, got none; give --prompts FILE
+generate | expected prompts, got none; give "a prompt" in quotes, or --prompts FILE
+generate ' ' | expected a prompt, got an empty one
+generate --prompts | Option '--prompts' requires an argument; mame-sd generate --help shows
+generate --prompts . | .: expected a prompt file, got a folder; give a file in it
 generate x --steps 0 | --steps: expected at least 1, got 0
 generate x --images-per-prompt -1 | --images-per-prompt: expected at least 1
 generate x --num 0 | --num: expected at least 1, got 0
@@ -72,10 +75,10 @@ generate x --config a.yaml | a.yaml: expected a .json file of settings such as
 generate x --model a/b --lora '' | --lora : expected a .safetensors file, a folder or a hub id
 generate x --model a/b --lora nobody/nothing:inf | expected a finite scale after the colon
 generate x --model '' | --model: expected a folder, file or hub id, got nothing; give one
-generate x --config none.json | none.json: expected a .json file
+generate x --config none.json | but it can't be read (No such file or directory); check the path
 generate x --dtype int8 | --dtype: expected auto, float32
-generate x --device abacus | --device abacus: expected auto or a device of this machine (cpu
-generate x --device cpu:7 | --device cpu:7: expected auto or a device of this machine (cpu
+generate x --device abacus | --device: expected auto, cpu, cuda, cuda:N or mps, got 'abacus'
+generate x --device cuda:7 | --device cuda:7: expected auto or a device of this machine (cpu
 generate x --width 64 | --height, --width: expected both or neither, got None and 64; give both
 generate --prompts none.txt | none.txt: the prompt file can't be read (No such file or directory)
 generate x --model ./none | --model ./none: expected a folder
@@ -83,12 +86,13 @@ generate x --model nobody/nothing | --model nobody/nothing: expected a folder, o
 generate x --single-file-config x | expected a .safetensors file as --model, got none; leave it out
 generate x --revision main | --revision: expected a hub id as --model, got none; leave it out
 generate x --model . | got one without model_index.json
-compare | PROMPT
+compare | expected prompts, got none
 compare '' --model ./none | expected a prompt, got an empty one
 compare x --rounds 0 | --rounds: expected at least 1, got 0; raise it
-compare x --out a.jpg | --out a.jpg: expected a file ending in .png
-sheet none | none: expected samples.jsonl of a run, found none
-sheet /dev/null | /dev/null: expected samples.jsonl of a run, found none
+compare x --out a.jpg | --out a.jpg: expected a file ending in .png, got .jpg; name a file
+compare x --out . | --out .: expected a file ending in .png, got a folder
+sheet none | none: expected the folder of a run, got no such folder; make one with mame-sd gen
+sheet . | .: expected the folder of a run, got one without samples.jsonl
 calibrate --model ./none --out /dev/null | --out /dev/null: expected a folder, got the file
 generate x --out LONG | can't be written (File name too long)
 generate --prompts LONG.txt | the prompt file can't be read (File name too long)
@@ -103,7 +107,7 @@ def test_bad_input_is_one_line_and_status_2(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
 ) -> None:
     typed, _, message = case.replace("LONG", LONG).partition("| ")
-    assert run_cli(*shlex.split(typed.replace("generate x", "generate --prompt x"))) == 2
+    assert run_cli(*shlex.split(typed)) == 2
     assert message in error_of(capsys)
     assert list(tmp_path.iterdir()) == []
 
@@ -111,7 +115,7 @@ def test_bad_input_is_one_line_and_status_2(
 def test_an_error_of_settings_names_where_they_stand(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    given = ["--prompt", "x", "--config", "a.json", "--out", "run"]
+    given = ["x", "--config", "a.json", "--out", "run"]
     for settings, message in {
         '{"kep": 0.5}': "--config a.json: unknown setting 'kep'",
         '{"layers": {"none": {"keep": 0.5}}}': "merging: layers: ",
@@ -123,13 +127,13 @@ def test_an_error_of_settings_names_where_they_stand(
         assert error_of(capsys).startswith(f"error: {message}")
     if os.name == "posix":
         os.mkfifo(tmp_path / "pipe.json")  # which might never end
-        assert run_cli("generate", "--prompt", "x", "--config", "pipe.json") == 2
+        assert run_cli("generate", "x", "--config", "pipe.json") == 2
         assert "got a pipe" in error_of(capsys)
         os.mkfifo(tmp_path / "pipe.txt")
         assert run_cli("generate", "--prompts", "pipe.txt") == 2
         assert "got a pipe" in error_of(capsys)
     (save_tiny_pipeline(tmp_path / "tiny") / "mame.json").write_text('{"kep": 0.5}')
-    assert run_cli("generate", "--prompt", "x", "--model", "tiny") == 2
+    assert run_cli("generate", "x", "--model", "tiny") == 2
     assert "mame.json: unknown setting 'kep'" in error_of(capsys)
 
 
@@ -140,7 +144,7 @@ def test_a_folder_whose_name_the_terminal_lacks(
     stdout = io.TextIOWrapper(io.BytesIO(), encoding, errors="strict", write_through=True)
     monkeypatch.setattr(sys, "stdout", stdout)
     out = os.fsdecode(b"o\xff") if encoding == "utf-8" else "ö"
-    assert run_cli("generate", "--prompt", "x", "--out", out, quick=True) == 0
+    assert run_cli("generate", "x", "--out", out, quick=True) == 0
     assert re.match(rb"1 image in o?\\(udcff|xf6), ", stdout.buffer.getvalue())  # type: ignore[attr-defined]
 
 
@@ -160,7 +164,7 @@ def test_broken_models_are_one_line(
         "cut": "expected a text-to-image pipeline that diffusers can load",
         "tiny": "expected a text-to-image pipeline that diffusers can load",
     }.items():
-        assert run_cli("generate", "--prompt", "x", "--model", model) == 2
+        assert run_cli("generate", "x", "--model", model) == 2
         assert message in error_of(capsys)
     assert not (tmp_path / "out").exists()
 
@@ -168,17 +172,17 @@ def test_broken_models_are_one_line(
 def test_generate_says_what_it_did(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
+    assert run_cli("generate", "a [red] key", "--out", "run", quick=True) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("1 image in run, ")
     assert f"level 0: {256 * (MaMeConfig().keep or 0):.0f} of 256 keys kept" in out
     assert out.splitlines()[-1] == "next: mame-sd sheet run"
     assert err == ""
     assert settings_of(tmp_path / "run")["mame"]["keep"] == MaMeConfig().keep
-    assert run_cli("generate", "--prompt", "a", "--out", "b", "--json", "-q", quick=True) == 0
+    assert run_cli("generate", "a", "--out", "b", "--json", "-q", quick=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["out"], found["images"], found["levels"][0]["tokens_in"]) == ("b", 1, 256)
-    assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
+    assert run_cli("generate", "a [red] key", "--out", "run", quick=True) == 0
     assert capsys.readouterr().out.startswith("nothing to do: 1 image in run already, ")
 
 
@@ -186,18 +190,18 @@ def test_generate_says_what_it_did(
 def test_generate_says_that_the_default_merged_nothing(
     run_cli: Any, capsys: pytest.CaptureFixture[str], model_folder: Path
 ) -> None:
-    words = f"--prompt key --out run --device cpu --steps 1 --model {model_folder}".split()
+    words = f"key --out run --device cpu --steps 1 --model {model_folder}".split()
     assert run_cli("generate", *words) == 0
     out = capsys.readouterr().out
-    assert "level 0: 256 of 256 keys kept (100%)" in out
-    assert out.splitlines()[-2].startswith("no layer merged, which is the fastest way here")
+    assert "level 0" not in out
+    assert out.splitlines()[1].startswith("no layer merged, which is the fastest way here")
     assert "--min-tokens 256 merges" in out
 
 
 def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    given = ["generate", "--prompt", "key", "--out", "run", "--device", "cpu"]
+    given = ["generate", "key", "--out", "run", "--device", "cpu"]
     assert run_cli(*given, quick=True) == 0
     capsys.readouterr()
     (tmp_path / "empty" / "tiny").mkdir(parents=True)  # the same name, and nothing to load
@@ -227,7 +231,7 @@ def test_a_prompt_beyond_what_the_model_reads_is_noted(
     run_cli: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = " ".join(["red key"] * 60)
-    assert run_cli("generate", "--prompt", "key", "--prompt", long, "--out", "a", quick=True) == 0
+    assert run_cli("generate", "key", long, "--out", "a", quick=True) == 0
     assert "1 of 2 prompts is longer than the model reads and cut (" in capsys.readouterr().err
 
 
@@ -251,14 +255,14 @@ def test_a_terminal_shows_loading_and_steps(
     told: list[tuple[int, int]] = []
     step = Bar.step
     monkeypatch.setattr(Bar, "step", lambda *given: (told.append(given[1:]), step(*given)))
-    assert run_cli("generate", "--prompt", "key", "--out", "a", quick=True) == 0
+    assert run_cli("generate", "key", "--out", "a", quick=True) == 0
     assert told == [(1, 1)]
     assert "loading " in capsys.readouterr().err
 
 
 def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("key\nant\n")
-    given = ["generate", "--prompts", "a.txt", "--prompt", "\x07key", "--prompt", "star"]
+    given = ["generate", "--prompts", "a.txt", "\x07key", "star"]
     assert run_cli(*given, "--num", "3", "--out", "run", quick=True) == 0
     rows = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
     assert [row["prompt"] for row in rows] == ["key", "ant", "\x07key"]
@@ -272,14 +276,14 @@ def test_any_setting_can_be_given_on_the_command_line(run_cli: Any, tmp_path: Pa
         ("a", tau, MaMeConfig(tau=0.1, min_tokens=16, seed=3)),
         ("b", keep, MaMeConfig(keep=0.5, min_tokens=16, share_guidance_plan=False, **own)),
     ):
-        given = ["generate", "--prompt", "key", "--out", out, *options.split()]
+        given = ["generate", "key", "--out", out, *options.split()]
         assert run_cli(*given, quick=True) == 0
         assert MaMeConfig.from_dict(settings_of(tmp_path / out)["mame"]) == config
 
 
 def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "mame.json").write_text('{"keep": 0.6, "fit_queries": 8, "seed": 3}')
-    arguments = ["generate", "--prompt", "key", "--config", "mame.json", "--out"]
+    arguments = ["generate", "key", "--config", "mame.json", "--out"]
     assert run_cli(*arguments, "a", quick=True) == 0
     assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0
     a, b = (settings_of(tmp_path / name)["mame"] for name in "ab")
@@ -357,8 +361,13 @@ def test_away_from_a_terminal_progress_is_plain_lines(
 WITHOUT_TORCH = """\
 generate --help
 generate
-generate --prompt x --model ./none
-generate --prompt x --out /dev/null
+generate x --model ./none
+generate x --model embedded-unicorn
+generate x --model .
+generate x --model embedded-transformer --lora ./none
+generate x --device abacus
+generate x --out /dev/null
+generate x --out begun
 compare x --out a.jpg
 compare x --model ./none
 sheet none
@@ -370,11 +379,17 @@ ui --model ./none
 """
 
 
-def test_help_and_errors_of_what_is_given_wait_for_no_library() -> None:
+def test_help_and_errors_of_what_is_given_wait_for_no_library(tmp_path: Path) -> None:
+    settings = {"settings": {"steps": 3}, "format": "mame-sd run 1"}
+    (tmp_path / "begun" / "images").mkdir(parents=True)
+    (tmp_path / "begun" / "manifest.json").write_text(json.dumps(settings))
+    (tmp_path / "begun" / "images" / "p00001_0.png").touch()
     lines = WITHOUT_TORCH.splitlines()
     code = "import sys; from mame_sd.cli import app; [app.run(line.split()) for line in {}];"
     code = code.format(lines) + "sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0
     assert done.stderr.count("error: ") == len(lines) - 1
 
@@ -384,5 +399,5 @@ def test_settings_next_to_the_weights_are_taken(run_cli: Any, tmp_path: Path) ->
     saved = {"min_tokens": 16, "layers": {"down_blocks": {"keep": 0.5}, "up_blocks": False}}
     (folder / "mame.json").write_text(json.dumps(saved))
     given = ["--model", "tiny", "--device", "cpu", "--steps", "1"]
-    assert run_cli("generate", "--prompt", "key", *given, "--out", "run") == 0
+    assert run_cli("generate", "key", *given, "--out", "run") == 0
     assert settings_of(tmp_path / "run")["mame"]["layers"] == saved["layers"]

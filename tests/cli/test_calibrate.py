@@ -1,16 +1,19 @@
-"""`mame-sd calibrate`: settings by layer are found, checked on other prompts and written."""
+"""`mame-sd calibrate`: settings by block are found and written; a stopped call continues."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mame_sd.cli import app as cli
 from mame_sd.cli import calibrate as command
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.calibration import Calibration, Option
+from mame_sd.diffusion.calibration import Calibration, Measurement, Option
 from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline
 
@@ -28,51 +31,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     """Return what was measured; seconds are given, because layers this small gain none."""
-    measure, made = command.measure_images, []
+    calibrated, measured = command.calibrated, []
 
-    def with_seconds(handle: object, *given: object) -> Calibration:
-        found = measure(handle, *given)  # type: ignore[arg-type]
-        made.append(found)
+    def with_seconds(handle: Any, found: Measurement, about: Any) -> Calibration:
+        measured.append(found)
         options = dict.fromkeys(LAYERS, OPTIONS)
-        return Calibration(found.base, found.described, 4.0, options, found.about)
+        return replace(calibrated(handle, found, about), forward=4.0, options=options)
 
-    monkeypatch.setattr(command, "measure_images", with_seconds)
-    return made
+    monkeypatch.setattr(command, "calibrated", with_seconds)
+    return measured
 
 
-def test_it_writes_settings_that_generate_takes_and_goes_on_where_it_stopped(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], made: list[Calibration]
+def test_it_writes_settings_that_generate_takes_and_continues_where_it_stopped(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    measured: list[Measurement],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ["--model", str(folder), "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
     given = ["calibrate", *words, "--prompts", "demo", "--num", "2", "--min-tokens", "16"]
+    file, kept = tmp_path / "config.json", tmp_path / command.MEASURED
+    measure = command.measure
+
+    def one_image(handle: Any, run: Callable[[], object], found: Measurement) -> None:
+        if found.images:
+            raise KeyboardInterrupt
+        measure(handle, run, found)
+
+    monkeypatch.setattr(command, "measure", one_image)
+    assert cli.run([*given, "--speed", "1.3"]) == 130
+    first = json.loads(kept.read_text())
+    assert (first["images"], file.exists()) == (1, False)
+    monkeypatch.setattr(command, "measure", measure)
+    capsys.readouterr()
     assert cli.run([*given, "--speed", "1.3"]) == 0
-    out = capsys.readouterr().out
-    assert "estimated 1.3" in out
-    assert "uniform: " in out
-    assert "by block: " in out
-    file = tmp_path / "config.json"
+    assert "estimated 1.3" in capsys.readouterr().out
+    both = json.loads(kept.read_text())
+    assert both["images"] == 2
+    assert both["forward"][: len(first["forward"])] == first["forward"], "not measured again"
     written = json.loads(file.read_text())
     about = written.pop("about")
-    assert (about["speed"], about["model"]["name"], about["checked_on_prompts"]) == (1.3, "tiny", 1)
-    assert {"times_as_fast", "psnr"} == set(about["measured"]["by block"])
+    assert (about["speed"], about["model"]["name"], about["prompts"]["count"]) == (1.3, "tiny", 2)
     config = MaMeConfig.from_file(file)
     assert MaMeConfig.from_dict(written) == config
     assert set(config.layers or {}) == set(LAYERS)
     assert config.min_tokens == 16
     assert written["tile_size"] == config.tile_size, "no later version's default changes it"
-    measured = (tmp_path / command.MEASURED).read_bytes()
     assert cli.run([*given, "--speed", "1.2"]) == 0
-    assert made[0] == made[1]
-    assert (tmp_path / command.MEASURED).read_bytes() == measured, "no new measurement"
+    assert json.loads(json.dumps(asdict(measured[0]))) == asdict(measured[1])
+    assert json.loads(kept.read_text()) == both, "no new measurement"
     capsys.readouterr()
     assert cli.run([*given, "--speed", "1000"]) == 2
     assert "--speed: expected at most 1.43" in error_of(capsys)
     assert cli.run(["calibrate", *words, "--model", "embedded-unet"]) == 2
-    assert 'got model.name: "tiny" there, "embedded" here; choose another' in error_of(capsys)
-    run = ["generate", "--prompt", "key", "--config", str(file)]
+    expected = 'got config.json with model.name: "tiny" there, "embedded" here; choose another'
+    assert expected in error_of(capsys)
+    run = ["generate", "key", "--config", str(file)]
     assert cli.run([*run, *words[:-1], str(tmp_path / "run")]) == 0
+    assert cli.run([*given[:-4], "--num", "1", "--min-tokens", "16", "--speed", "1.2"]) == 0
+    assert json.loads(kept.read_text())["images"] == 1, "other prompts are measured anew"
 
 
 def test_bad_input_is_refused_before_anything_is_loaded(
@@ -90,7 +110,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "config.json").write_text("{}")
     assert cli.run(["calibrate", "--out", str(tmp_path)]) == 2
-    assert "got one with another config.json" in error_of(capsys)
+    assert "got config.json with values of another kind" in error_of(capsys)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +122,13 @@ def test_a_measured_json_of_others_is_left_alone(
     file = tmp_path / command.MEASURED
     file.write_text(content)
     assert cli.run(["calibrate", "--out", str(tmp_path)]) == 2
-    assert "measured.json: expected none, or what an earlier calibration measured" in error_of(
-        capsys
-    )
+    assert "got measured.json with values of another kind" in error_of(capsys)
     assert file.read_text() == content
 
 
 def test_a_model_in_which_nothing_can_merge_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--model", str(folder), "--prompt", "key", "--steps", "1", "--device", "cpu"]
+    given = ["--model", str(folder), "key", "--steps", "1", "--device", "cpu"]
     assert cli.run(["calibrate", *given, "--out", str(tmp_path)]) == 2
     assert "could merge, found none; lower min_tokens" in error_of(capsys)

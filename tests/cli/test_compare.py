@@ -124,7 +124,7 @@ def test_the_commands(
     found = json.loads(capsys.readouterr().out)
     assert found["sheet"] == "compare.png"
     assert set(found["ways"]) == {"unmerged", "as given", "one step fewer"}
-    assert cli.run(["generate", "--prompt", "key", "--out", "run", *options]) == 0
+    assert cli.run(["generate", "key", "--out", "run", *options]) == 0
     assert cli.run(["sheet", "run", "run", "--out", "both.png"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"compare.png", "both.png", "run"}

@@ -30,7 +30,9 @@ def test_doctor_says_what_would_fail(
     assert "fail  model" in out
     assert err.splitlines()[-1].startswith("error: --model nowhere: expected a folder")
     assert cli.run(["doctor", "--device", "abacus", "--model", str(model_folder)]) == 2
-    assert "--device abacus: expected auto" in error_of(capsys)
+    assert "--device: expected auto" in error_of(capsys)
+    assert cli.run(["doctor", "--device", "cuda:99", "--model", str(model_folder)]) == 2
+    assert "--device cuda:99: expected auto or a device of this machine" in error_of(capsys)
 
 
 def test_doctor_finds_a_kernel_that_ignores_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:

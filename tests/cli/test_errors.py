@@ -29,7 +29,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 sys.path.insert(0, {root!r})
-sys.argv = ["mame-sd", "generate", "--prompt", "key", "--out", "run"]
+sys.argv = ["mame-sd", "generate", "key", "--out", "run"]
 from mame_sd.__main__ import main
 main()
 """

@@ -73,7 +73,6 @@ def _tiny(constants: Mapping[str, Any] | None = None, **fields: Any) -> Tiny:
 
 TABLES = json.loads(Path(__file__).with_name("tiny.json").read_text(encoding="utf-8"))
 TINY, HIDDEN = ({n: _tiny(**row) for n, row in TABLES[kind].items()} for kind in ("tiny", "hidden"))
-HANDED = {"ERNIE-Image"}  # whose attention the node hands on, and the engine to no other
 # What 0.3.64, the oldest engine that the node runs in, does otherwise than 0.33.0 has it recorded.
 OLDEST = "0.3.64"
 OTHER_CALLS = {

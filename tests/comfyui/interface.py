@@ -133,13 +133,6 @@ def optimized_attention(*args: Any, function: Wrapper = attention_pytorch, **kwa
     return result
 
 
-class ErnieAttention(nn.Module):
-    """ERNIE-Image's attention, which gives no options; its tokens are its queries, keys, values."""
-
-    def forward(self, x: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
-        return optimized_attention(x, x, x, 2, mask=attention_mask)
-
-
 class Sampling:
     """Sigmas of a thousand steps: the sigma of timestep t is t / 1000."""
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mame_sd import apply_mame, embedded_model_path
 from tests.comfyui.engine import (
-    HANDED,
     HIDDEN,
     OTHER_CALLS,
     OTHER_MODELS,
@@ -62,7 +61,7 @@ def shape_of(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in {*UNETS, *HANDED}])
+@pytest.mark.parametrize("name", [name for name in TINY if name not in UNETS])
 def test_the_engine_calls_attention_as_recorded(name: str) -> None:
     skip_other(name, OTHER_CALLS)
     model = of_engine(name)
@@ -97,7 +96,7 @@ def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -
 
     assert torch.isfinite(call(model, name, {"optimized_attention_override": override})).all()
     assert seen == []
-    with pytest.raises(ValueError, match=f"{name} does not merge, since ComfyUI hands its"):
+    with pytest.raises(ValueError, match=f"{name} does not merge, since ComfyUI lets no"):
         applied(node, model)
 
 

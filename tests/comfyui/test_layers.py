@@ -219,7 +219,7 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
         (
             "Flux",
             '{"layers": {"*": {"tau": 0.8}}}',
-            "tau: expected mode keep for Flux, whose keys alone merge in ComfyUI, got tau",
+            "tau: expected mode keep for Flux, in which only keys merge in ComfyUI, got tau",
         ),
         ("Flux", '{"references": 0.5}', "settings: references: expected none of refer"),
         (

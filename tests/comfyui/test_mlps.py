@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import restored
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from tests.comfyui.interface import Model, applied, network
 
 GRID = 8, 12
@@ -36,6 +37,11 @@ def model() -> Model:
     return Model(network("Flux", patch_size=2, double_blocks=blocks))
 
 
+def mlp_of(model: Model, block: int = 0) -> Any:
+    network: Any = model.network
+    return network.double_blocks[block].img_mlp
+
+
 def tokens(count: int = 96, seed: int = 1) -> Tensor:
     return torch.randn(2, count, 16, generator=torch.Generator().manual_seed(seed))
 
@@ -44,7 +50,7 @@ def tokens(count: int = 96, seed: int = 1) -> Tensor:
 def run(model: Model, x: Tensor, block: int = 0, sigma: float = 0.5) -> Tensor:
     """One call of the model, in which one block's MLP is called with x."""
     latent, text = torch.zeros(2, 16, 16, 24), torch.zeros(2, TEXT, 24)
-    mlp = model.network.double_blocks[block].img_mlp  # type: ignore[union-attr, index]
+    mlp = mlp_of(model, block)
     with model.patched():
         output: Tensor = model.apply_model(latent, sigma, lambda _: mlp(x), context=text)
     return output
@@ -53,7 +59,7 @@ def run(model: Model, x: Tensor, block: int = 0, sigma: float = 0.5) -> Tensor:
 @torch.no_grad()
 def expected(model: Model, x: Tensor, block: int = 0, sigma: float = 0.5) -> Tensor:
     draw = (partition_index(torch.tensor(sigma * 1000)) + block) % DRAWS
-    mlp = model.network.double_blocks[block].img_mlp  # type: ignore[union-attr, index]
+    mlp = mlp_of(model, block)
     return restored(mlp, x, GRID, 0.25, draw=draw)
 
 
@@ -68,7 +74,7 @@ def test_an_mlp_is_computed_on_a_few_tokens_and_restored(node: Any, model: Model
     assert torch.equal(run(model, x), plain), "the model that came in is as it was"
     text = tokens(TEXT)
     assert torch.equal(run(patched, text), run(model, text))
-    mlp = model.network.double_blocks[0].img_mlp  # type: ignore[union-attr, index]
+    mlp = mlp_of(model)
     with patched.patched():
         assert torch.equal(mlp(x), plain), "outside of a call all tokens are computed"
 
@@ -95,7 +101,7 @@ def test_threads_share_a_node(node: Any, model: Model) -> None:
     wanted = [expected(model, x, sigma=sigma) for x, sigma in given]
     wrong: list[int] = []
     latent = torch.zeros(2, 16, 16, 24)
-    mlp = model.network.double_blocks[0].img_mlp  # type: ignore[union-attr, index]
+    mlp = mlp_of(model)
 
     def work(i: int) -> None:
         x, sigma = given[i]

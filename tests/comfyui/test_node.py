@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import math
 import threading
@@ -17,7 +16,8 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame
-from mame_sd.core.groups import partition_index
+from mame_sd.core.guidance import partition_index
+from mame_sd.refused import COMFYUI
 from tests.builders.tiny import LATENT, TEXT_DIM, seeded, tiny_unet
 from tests.comfyui.interface import (
     Model,
@@ -238,7 +238,7 @@ def patching(before: Any, after: Any = lambda n, extra: n) -> dict[str, Any]:
     return {"patches": {"attn1_patch": [before], "attn1_output_patch": [after]}}
 
 
-ALONE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+LEFT_ALONE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"min_tokens": 97}, {}, "96 tokens are fewer than min_tokens=97"),
     ({"min_tokens": 0}, {}, "96 tokens are fewer than min_tokens=1024"),  # a CPU's
     ({"start_percent": 0.8}, {}, "no step was between start_percent and end_percent"),
@@ -265,7 +265,7 @@ ALONE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("changes", "options", "reason"), ALONE)
+@pytest.mark.parametrize(("changes", "options", "reason"), LEFT_ALONE)
 def test_a_run_in_which_nothing_merged_is_as_before_and_warns_why(
     node: Any,
     model: Model,
@@ -297,8 +297,8 @@ def test_attention_that_never_reaches_the_node_is_a_warning(
     assert torch.equal(run.sample(lambda run: run.self_attention(tokens(), (H, W))), plain)
     assert caplog.messages == [
         "MaMe merged nothing: the engine never handed its attention to the node; update ComfyUI",
-        "MaMe merged nothing: another node has put its attention instead of the engine's: take one"
-        " of them out",
+        "MaMe merged nothing: another node has replaced the engine's attention; remove one of the"
+        " two nodes",
     ]
 
 
@@ -354,7 +354,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (FLUX, {"mode": "tau", "tau": 1.5}, "tau: expected"),
     (FLUX, {"start_percent": 0.8, "end_percent": 0.2}, "got 0.8 and 0.2"),
     (FLUX, {"end_percent": 1.5}, "got 0.0 and 1.5"),
-    (FLUX, {"mode": "tau"}, "tau: expected mode keep for Flux, whose keys alone merge"),
+    (FLUX, {"mode": "tau"}, "tau: expected mode keep for Flux, in which only keys"),
     (OLDER, {}, "expected HunyuanVideo with its text before its image, g"),
 ]
 
@@ -377,18 +377,16 @@ def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model
             patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
 
 
-def test_a_refusal_names_the_model_as_people_know_it(package: Any, node: Any) -> None:
+def test_a_refusal_names_the_model_as_people_know_it(node: Any) -> None:
     """Use its own class, not its base's, since Wan's own merges.
 
     A model that the node doesn't know has diffusers' name.
     """
-    kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
-    refused = {kind: why for kind, why in kinds.items() if isinstance(why, tuple)}
-    refused["LensTransformer2DModel"] = "Lens", "the node does not know yet where"
+    refused = COMFYUI | {"LensTransformer2DModel": ("Lens", "the node does not know yet where")}
     base = type("WanModel", (nn.Module,), {"patch_size": (1, 2, 2)})
     for kind, (name, why) in refused.items():
         model = type(kind, (base,) if "Wan" in kind else (nn.Module,), {})()
-        message = f"^MaMe token merging: {name} does not merge, since {why}.*; take the node"
+        message = f"^MaMe token merging: {name} does not merge, since {why}.*; remove the node"
         with pytest.raises(ValueError, match=message):
             applied(node, Model(model))
 

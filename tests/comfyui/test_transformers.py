@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, merge_keys
 from tests import oracle
 from tests.comfyui.interface import (
-    ErnieAttention,
     Model,
     applied,
     attention_pytorch,
@@ -241,7 +241,7 @@ def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
             "Wan",
             7,
             "replaced",
-            "another node has put its attention instead of ours, and wins: take",
+            "another node has replaced our attention; remove one of the two nodes",
         ),
     ],
 )
@@ -265,22 +265,3 @@ def test_why_an_image_is_left_alone(
         assert torch.equal(got, attention_pytorch(*qkv, 2, **named))
     (line,) = caplog.messages
     assert line.startswith(f"MaMe merged nothing: {message}")
-
-
-def test_attention_that_the_engine_hands_to_no_node_merges_too(node: Any, caplog: Any) -> None:
-    """ERNIE-Image: the engine's own forward, with the options of the call; nothing after it."""
-    caplog.set_level("INFO")
-    call = CALLS["ERNIE-Image"]
-    x, layer = tensors(call)[0], torch.nn.Module()
-    layer.self_attention = ErnieAttention()
-    layers = torch.nn.ModuleList([layer])
-    model = Model(network("ErnieImageModel", patch_size=2, layers=layers))
-    plain = layer.self_attention(x)
-    patched = applied(node, model)
-    with patched.patched():
-        got = patched.sample(lambda run: through(run, call, lambda given: layer.self_attention(x)))
-        assert torch.equal(layer.self_attention(x), plain)  # outside of a call
-    assert caplog.messages == ["MaMe merged 96 -> 24 keys at 8 x 12"]
-    assert torch.equal(got, run(node, call, x, x, x))
-    assert not torch.equal(got, plain)
-    assert torch.equal(layer.self_attention(x), plain)

@@ -7,6 +7,6 @@ from mame_sd.core import groups
 
 @pytest.fixture(params=["means by index", "means by products"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test as CPUs average groups, and as cards do."""
+    """Run a test twice: with means by index, as on CPUs, and by products, as on GPUs."""
     if request.param == "means by products":
         monkeypatch.setattr(groups, "ADDING", ())

@@ -25,7 +25,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, tor
 def case(
     heads: int = 2, key_heads: int = 2, count: int = COUNT, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [2, H, N, 8], of a few directions, so that attention has something to say."""
+    """Return q, k, v [2, H, N, 8] of a few directions, so that attention is not uniform."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(5, 8, generator=generator, dtype=torch.float64)
     parts = []
@@ -64,7 +64,7 @@ def by_loop(
     ids=str,
 )
 def test_values_equal_the_loop(how: dict[str, Any], dtype: torch.dtype) -> None:
-    """Also with more queries than keys are left (54 of the image's 54 tokens, 14 keys)."""
+    """Test a fit with more queries (54, one for each token of the image) than kept keys (14)."""
     q, k, v = case(dtype=dtype)
     found = attention(q, k, v, GRID, BEFORE, AFTER, **how)
     assert found.dtype == dtype
@@ -157,7 +157,7 @@ def test_masks(kind: str, shape: str) -> None:
 
 
 def places(kind: str, width: int = 16) -> Tensor:
-    """Of a square image a mask of its keys: [N] for all queries, or [N, N]."""
+    """Return a mask of the keys of a square image: [N] for all queries, or [N, N]."""
     y, x = (torch.arange(width**2) // width, torch.arange(width**2) % width)
     far = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
     return {
@@ -176,7 +176,7 @@ def places(kind: str, width: int = 16) -> Tensor:
 @pytest.mark.parametrize("kind", ["one key", "every second key", "one in ten", "the left half"])
 @pytest.mark.parametrize("numbers", [False, True])
 def test_keys_hidden_from_all_queries_belong_to_no_group(kind: str, numbers: bool) -> None:
-    """What hidden keys hold changes nothing, and what is seen is as near as without a mask."""
+    """Hidden keys don't change the output, whose error is as small as without a mask."""
     q, k, v = (t[:1, :, :256] for t in case(count=256, dtype=torch.float32))
     seen = places(kind)
     mask = torch.where(seen, 0.0, -1e4) if numbers else seen
@@ -193,7 +193,7 @@ def test_keys_hidden_from_all_queries_belong_to_no_group(kind: str, numbers: boo
 
 @pytest.mark.parametrize("rows", ["all", "some", "the others"])
 def test_queries_that_see_nothing_spoil_nothing(rows: str) -> None:
-    """Padding sees no key at all: its own output is 0, and all others are as they were."""
+    """Padding that sees no key has the output 0 and does not change other outputs."""
     q, k, v = case(dtype=torch.float32)
     blind = torch.zeros(COUNT, dtype=torch.bool)
     blind[
@@ -242,7 +242,7 @@ def test_all_kept_changes_nothing() -> None:
 
 
 def test_a_constant_field_and_groups_of_copies_are_exact() -> None:
-    """Sizes count: keys that come in copies give what they gave, however many there are of each."""
+    """Groups count by their sizes: if all keys are copies of two, the output is exact."""
     q, k, v = case(count=54)
     ones = torch.ones_like(k)
     torch.testing.assert_close(attention(q, ones, 2 * ones, GRID), 2 * ones)
@@ -296,7 +296,7 @@ def test_large_numbers_of_fp16_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_a_kernel_without_bias_gets_keys_that_carry_sizes(key_heads: int) -> None:
-    """Near to what a bias does where queries have a direction in common; uncounted, far off."""
+    """If queries share a direction, sizes in the keys act nearly as a bias does."""
     q, k, v = case(4, key_heads)
     q = q + 2
 

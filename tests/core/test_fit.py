@@ -1,4 +1,4 @@
-"""Fitted values: the solution of their equation, and what it must not do."""
+"""Test fitted values: they solve their equation, and stay finite and local."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mame_sd.core.fit import sized_keys, solve_values
 
 
 def case(m: int, kept: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [2, 3, m, K], values [2, 3, K, 5] and exact outputs [2, 3, m, 5]."""
+    """Return weights [2, 3, m, K], values [2, 3, K, 5] and exact outputs [2, 3, m, 5]."""
     generator = torch.Generator().manual_seed(0)
     logits, values, exact = (
         torch.randn(2, 3, *shape, generator=generator, dtype=torch.float64)
@@ -64,7 +64,7 @@ def test_what_is_not_finite_stays_in_its_head_and_sample() -> None:
 
 
 def test_keys_carry_sizes_to_queries_that_share_a_direction() -> None:
-    """Logits rise by the log of a group's size, for queries that the regression did not see too."""
+    """Logits rise by the log of a group's size, also for queries outside the regression."""
     generator = torch.Generator().manual_seed(0)
     q, mean, key = (
         torch.randn(2, 3, n, 8, generator=generator, dtype=torch.float64) for n in (64, 1, 20)
@@ -82,8 +82,8 @@ def test_keys_carry_sizes_to_queries_that_share_a_direction() -> None:
     assert half.isfinite().all()
 
 
-def test_queries_beside_the_image_weigh_as_much_as_its_own() -> None:
-    """Ten of a text as much as 64 of the image: the same as if each came 6.4 times."""
+def test_queries_next_to_the_image_weigh_as_much_as_its_own() -> None:
+    """Ten queries of a text weigh as much as 64 of the image, as if each came 6.4 times."""
     generator = torch.Generator().manual_seed(0)
     image, text = (
         1 + torch.randn(2, 3, n, 8, generator=generator, dtype=torch.float64) for n in (64, 10)

@@ -13,15 +13,9 @@ import pytest
 import torch
 
 from mame_sd.core import reference
-from mame_sd.core.groups import (
-    DRAWS,
-    Groups,
-    group_tokens,
-    guidance_leaders,
-    make_cells,
-    partition_index,
-    plane_of,
-)
+from mame_sd.core.cells import DRAWS, plane_of
+from mame_sd.core.groups import Groups, group_tokens, make_cells
+from mame_sd.core.guidance import guidance_leaders, partition_index
 from tests import oracle
 from tests.builders.tokens import tokens
 
@@ -56,7 +50,7 @@ def own_tiles(size: tuple[int, ...], tile_size: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("keep", SHARES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_each_cell_has_about_as_many_tokens_everywhere(size: tuple[int, ...], keep: float) -> None:
-    """Also in the last rows and columns, whatever the sides divide by."""
+    """Cells in the last rows and columns are no exception, whatever the sides are divisible by."""
     cells, count = make_cells(size, keep), math.prod(size)
     assert cells.tokens == count
     assert abs(math.log(cells.kept / count / keep)) <= math.log(1.5)

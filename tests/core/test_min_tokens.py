@@ -1,6 +1,6 @@
-"""Which attention kernel would run, and from how many tokens on layers merge then.
+"""Test which attention kernel would run, and the number of tokens from which on layers merge.
 
-What PyTorch answers on machines that no test has is stood in for by `Machine`.
+`Machine` holds PyTorch's answers on machines that tests don't run on.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_a_layer_merges_from_fewer_tokens_on_under_the_unfused_kernel() -> None:
 
 
 def test_mlps_of_few_tokens_are_not_restored_by_default() -> None:
-    """SD 1.5 at 512 pixels on a CPU: the two lower levels have work enough, but few tokens."""
+    """SD 1.5's lower levels at 512 pixels are enough work for a CPU, but too few tokens."""
     levels = {tokens: torch.empty(2, tokens, 1280) for tokens in (64, 256, 1024)}
     few = {
         tokens for tokens, x in levels.items() if "a fit needs 1,024" in too_little_work(x, tokens)

@@ -1,6 +1,6 @@
-"""MPS can't be had in tests; PyTorch's own table says which operations it has.
+"""Test that MPS has every operation that merging calls.
 
-Every one that merging calls is there.
+Tests don't run on MPS, but PyTorch's own table lists its operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torchgen
 import yaml
 
 from mame_sd import attention, plan_tokens
-from mame_sd.core.groups import guidance_leaders, partition_index
+from mame_sd.core.guidance import guidance_leaders, partition_index
 from tests.builders.trace import Operations
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
@@ -24,13 +24,13 @@ TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "nativ
 
 @cache
 def table() -> dict[str, Any]:
-    """PyTorch's operations by name."""
+    """Return PyTorch's operations by name."""
     every = yaml.load(TABLE.read_text(encoding="utf-8"), yaml.CSafeLoader)
     return {entry["func"].partition("(")[0]: entry for entry in every}
 
 
 def on_mps(name: str) -> bool:
-    """Whether MPS has a kernel of the operation, or it is built from others."""
+    """Return True if MPS has a kernel for the operation, or the operation is composed of others."""
     entry = table()[name]
     of_delegate = table().get(entry.get("structured_delegate"), {})
     keys = ",".join([*entry.get("dispatch", {}), *of_delegate.get("dispatch", {})])
@@ -59,7 +59,7 @@ def tokens_merge(**fields: Any) -> None:
     ],
 )
 def test_mps_has_every_operation(run: Callable[[], None]) -> None:
-    """Attention itself has one kernel for each device."""
+    """Leave attention out, which has a kernel of its own on each device."""
     with torch.no_grad(), Operations() as recorded:
         run()
     names = {name.removeprefix("aten.").removesuffix(".default") for name in recorded.names}

@@ -1,4 +1,4 @@
-"""MaMe and MaRe: the loops in float64, the printed algorithms, and properties that must hold."""
+"""Test MaMe and MaRe against loops in float64, the printed algorithms, and their properties."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def test_columns_sum_to_one_or_are_zero_and_sizes_to_all_tokens(fields: dict[str
     expected[:, plan.preserved] = 0
     torch.testing.assert_close(sums, expected)
     torch.testing.assert_close(plan.sizes.sum(1), torch.full((2,), 50.0))
-    assert plan.groups.max() < plan.tokens_kept
 
 
 def test_tau_one_merges_nothing_and_preserved_tokens_come_back_bit_equal() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.core import reference
-from mame_sd.core.groups import DRAWS
+from mame_sd.core.cells import DRAWS
 from mame_sd.core.restore import cells_and_count, choose_tokens, restored
 from tests import oracle
 
@@ -35,7 +35,7 @@ CASES = [
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Tokens of a few kinds, each with noise of its own."""
+    """Return tokens of a few kinds, each with its own noise."""
     generator = torch.Generator().manual_seed(seed)
     *rest, channels = shape
     centres = torch.randn(5, channels, generator=generator, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_every_dtype_equals_the_loop_around_text(
 
 
 def test_gradients_reach_the_function_alone() -> None:
-    """The loop's: neither the choice nor the weights of the fit have a gradient."""
+    """Gradients equal those of the loop: the choice and the weights of the fit have none."""
     x = tokens(2, 63, 6).requires_grad_()
     scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
     fn = mlp()
@@ -175,7 +175,7 @@ def test_draws_seeds_and_leaders_choose_as_the_loop_does() -> None:
 
 
 def test_a_fit_is_nearer_than_a_copy_of_the_nearest() -> None:
-    """On a function that is smooth along the tokens, by a factor of three."""
+    """The fit's error is a third on a function that changes smoothly along the tokens."""
     line = torch.linspace(0, 3, 256, dtype=torch.float64).view(1, 256, 1)
     x = torch.cat([line.sin(), line.cos(), (2 * line).sin()], -1)
     fn = mlp(channels=3)
@@ -215,7 +215,7 @@ def test_what_is_not_finite_stays_in_its_tile(bad: float) -> None:
 def test_equal_and_nearly_equal_tokens_stay_bounded(
     noise: float, offset: float, dtype: torch.dtype
 ) -> None:
-    """The output of a constant image is that of its tokens, however the distances are rounded."""
+    """A constant image has a constant output, however its distances are rounded."""
     x = offset + noise * tokens(1, 1024, 64)
     fn = mlp(torch.float64, 64)
     exact = fn(x)
@@ -243,7 +243,7 @@ def test_what_all_tokens_have_in_common_hides_no_distance() -> None:
 
 
 def test_no_token_is_chosen_twice() -> None:
-    """Where all are alike none is farther than those that are chosen already."""
+    """If all tokens are equal, no token is farther away than those that are already chosen."""
     cells, count = cells_and_count((16, 16), 0.5, 0, torch.device("cpu"))
     at = choose_tokens(torch.ones(1, 256, 4), cells, count).at
     assert len({*at[0].tolist()}) == at.shape[1] == 128
@@ -332,7 +332,7 @@ def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
 def test_a_fit_stays_near_the_range_of_what_was_computed() -> None:
     """Bound fits of a function that changes faster than the chosen tokens tell.
 
-    Unbounded, it came out 4.4 times as large as it ever is.
+    Without bounds the fit was 4.4 times as large as the function's largest value.
     """
     generator = torch.Generator().manual_seed(34)
     for seed in range(8):

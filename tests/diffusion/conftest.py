@@ -1,4 +1,4 @@
-"""What tests of diffusion share."""
+"""Define fixtures for tests of diffusion models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mame_sd.core.groups import Groups
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Groups]:
-    """All groups that are formed, in order."""
+    """Return a list that all groups are added to when they are formed."""
     made: list[Groups] = []
 
     def group(*args: Any, **kwargs: Any) -> Groups:

@@ -15,7 +15,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.hooks import StepHook
@@ -32,7 +33,7 @@ MERGING = {"tau": 0.2, "min_tokens": 40}
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bit_equal_to_the_processor_and_after_removal(name: str) -> None:
-    """Each setting, each model and size with some."""
+    """Test each setting; models and sizes alternate."""
     number, fields = list(CONFIGS).index(name), CONFIGS[name]
     unet: Any = (tiny_unet, tiny_sdxl_unet)[number % 2]()
     size = SIZES[number % 3]
@@ -101,7 +102,7 @@ def test_neighbouring_layers_take_different_draws() -> None:
 
 @pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": 0.5}], ids=str)
 def test_a_policy_begins_as_its_reference(fields: dict[str, Any]) -> None:
-    """The same call with gradients and without: a batch of timesteps, and a guided pair."""
+    """A call merges alike with and without gradients: a batch of timesteps, and a guided pair."""
     policy = tiny_unet()
     reference = copy.deepcopy(policy)
     pair = unet_inputs(policy)
@@ -380,7 +381,7 @@ def test_a_guided_pair_merges_by_the_guided_sample_alone() -> None:
 
 @pytest.mark.parametrize("axis", [1, 2], ids=["motion", "stable video"])
 def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
-    """A batch of two videos of one frame, as a chunk of two frames: each frame by itself."""
+    """Two videos of one frame, which run as a chunk of two frames, merge frame by frame."""
     unet = tiny_unet()
     hook = StepHook(unet, shared := HandleState(ResolvedConfig(MaMeConfig(), True, MaMeConfig())))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)

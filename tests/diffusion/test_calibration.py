@@ -62,7 +62,7 @@ def counting() -> Iterator[Callable[[], float]]:
 
 
 def some_options(rng: np.random.Generator, layers: int) -> dict[int, list[Option]]:
-    """Layers that differ in seconds and in how much their errors matter."""
+    """Return options of layers that differ in seconds and in the weight of their errors."""
     found = {}
     for layer, whole in enumerate(rng.dirichlet(np.ones(layers))):
         weight = 10 ** rng.uniform(-3, 0)
@@ -118,9 +118,7 @@ def test_all_that_merging_can_save_can_be_asked_for(layers: int) -> None:
         found.config(99)
     slower = {"layer": [Option(False, 0.0, 1.0), Option({"keep": 0.5, "fit_queries": 0}, 0.1, 1.1)]}
     found = Calibration(MaMeConfig(**SMALL), "a model", 2.0, slower)
-    with pytest.raises(
-        ValueError, match="speed: merging is estimated to make this model no faster"
-    ):
+    with pytest.raises(ValueError, match=r"speed: expected at most 1\.00, .*, or give larger"):
         found.config(1.01)
 
 
@@ -139,7 +137,7 @@ def test_errors_are_those_of_each_blocks_own_output(monkeypatch: pytest.MonkeyPa
     assert set(found.blocks) <= blocks
     name = next(reversed(found.blocks))
     rows = {row[0]: row for row in found.blocks[name]}
-    assert rows.keys() == {None, *range(len(FORMS))}, "all forms act in a UNet's block"
+    assert rows.keys() == set(range(len(FORMS))), "all forms act in a UNet's block"
     module, outputs = unet.get_submodule(name), []
     module.register_forward_hook(lambda _, args, output: outputs.append(output))
 
@@ -149,7 +147,6 @@ def test_errors_are_those_of_each_blocks_own_output(monkeypatch: pytest.MonkeyPa
 
     effect, own = found.effects[name][0]
     median = next(number for number, row in rows.items() if row[2] == own)
-    assert median is not None
     for number in (1, median, len(FORMS) - 1):
         outputs.clear()
         made = []
@@ -162,7 +159,7 @@ def test_errors_are_those_of_each_blocks_own_output(monkeypatch: pytest.MonkeyPa
             option = next(o for o in cal.options(found)[name] if o.rule == FORMS[number])
             weight = 1 if option.rule["block_keep"] == 1 else cal.BLOCK_WEIGHT
             assert option.error == pytest.approx(weight * apart(made), rel=1e-3), "what counts"
-    share = [rows[number][1] / rows[None][1] for number in range(len(FORMS))]
+    share = [rows[number][1] / rows[0][1] for number in range(len(FORMS))]
     quarter, eighth = ({**cal.ALL, of: n} for of, n in (("keep", 0.25), ("mlp_keep", 0.125)))
     both = FORMS.index({**quarter, "mlp_keep": 0.125})
     assert share[both] < min(share[FORMS.index(quarter)], share[FORMS.index(eighth)]) < 1
@@ -177,7 +174,7 @@ def test_what_the_settings_set_to_one_is_left_out(left_out: list[str]) -> None:
     found = Measurement()
     measure(handle, lambda: unet(**inputs), found)
     forms = {number for rows in found.blocks.values() for number, *_ in rows}
-    measured = [FORMS[number] for number in forms if number is not None]
+    measured = [FORMS[number] for number in forms]
     smallest = {of: min(form[of] for form in measured) for of in cal.ALL}
     assert {of for of, share in smallest.items() if share == 1} == set(left_out)
 
@@ -190,8 +187,9 @@ def test_a_call_is_kept_as_it_was() -> None:
         unet(**inputs)
         inputs["sample"] += 1
         unet(**inputs)
-    assert torch.equal(calls[0][1]["sample"], sample)
-    assert torch.equal(calls[1][1]["sample"], sample + 1)
+    first, second = (call.keywords["sample"] for call in calls)
+    assert torch.equal(first, sample)
+    assert torch.equal(second, sample + 1)
 
 
 def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
@@ -222,40 +220,7 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     assert torch.equal(generate(pipe), expected)
 
 
-def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cal, "FORMS", FORMS[:2])
-    pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
-    handle = apply_mame(pipe, **SMALL)
-    made: list[int] = []
-
-    def run(number: int) -> None:
-        made.append(number)
-        generate(pipe, num_inference_steps=1)
-
-    def stop(done: int, total: int) -> None:
-        if done == 1 and len(made) == 1:
-            raise KeyboardInterrupt
-
-    runs, file = [partial(run, number) for number in (0, 1)], tmp_path / "measured.json"
-    with pytest.raises(KeyboardInterrupt):
-        cal.measure_images(handle, runs, {"prompts": 2}, file, stop)
-    first = json.loads(file.read_text())
-    found = cal.measure_images(handle, runs, {"prompts": 2}, file)
-    assert made == [0, 1], "the first image is not measured again"
-    both = json.loads(file.read_text())
-    assert (first["images"], both["images"]) == (1, 2)
-    assert both["forward"][: len(first["forward"])] == first["forward"]
-    again = cal.measure_images(handle, runs, {"prompts": 2}, file)
-    assert (made, again) == ([0, 1], found)
-    cal.measure_images(handle, runs, {"prompts": 3}, file)
-    assert made == [0, 1, 0, 1], "other prompts are measured anew"
-
-
-@pytest.mark.parametrize("allowed", [1, 200])
-def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-    monkeypatch.setattr(cal, "FORWARDS", allowed)
+def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cal, "FORMS", FORMS[:2])
     pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
     handle = apply_mame(pipe, **SMALL)
@@ -269,17 +234,10 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
     images, steps, at = 2, 4, len(cal.AT)
     found = Measurement()
     for _ in range(images):
-        measure(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
-    layers, calls = len(found.blocks), images * at
+        measure(handle, partial(generate, pipe, num_inference_steps=steps), found)
+    assert {len(effects) for effects in found.effects.values()} == {at}
     assert found.effects.keys() == found.blocks.keys()
-    each = {len(effects) for effects in found.effects.values()}
-    assert len(each) == 1
-    assert min(each) >= 2
-    rest = images * steps + 2 * calls + images
-    assert forwards == rest + layers * each.pop()
-    assert forwards <= max(allowed, rest + 2 * layers), "two for each layer at least"
-    if allowed == 200:
-        assert min(map(len, found.effects.values())) == calls
+    assert forwards == images * (steps + 1 + 2 * at) + at * len(found.blocks)
 
 
 def test_what_can_not_be_calibrated_is_refused_before_anything_runs() -> None:

@@ -24,6 +24,7 @@ from tests.builders.pipelines import SIDE, controlnet, noise, quiet
 from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, normal, run
+from tests.matrix.models.registry import MODELS as TINY
 from tests.matrix.transformers import ROWS, run_wan22, wan22
 
 
@@ -56,7 +57,7 @@ def other(name: str, change: Callable[[Tensor], Any]) -> Callable[[Any, dict[str
 
 
 def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
-    """Another thread's call of the very same input, which shares nothing with this one's."""
+    """Call the model with the same input in another thread, which shares nothing with this."""
 
     def work() -> None:
         with torch.no_grad():
@@ -66,7 +67,7 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
 
 
 def test_a_call_that_is_repeated_stands_alone(planned: list[Groups]) -> None:
-    """With other weights, perhaps: the same call gives the same, whatever ran before."""
+    """A repeated call, perhaps with other weights, gives the same output whatever ran before."""
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
     inputs = unet_inputs(model)
@@ -137,7 +138,7 @@ def kept_for(planned: list[Groups]) -> list[weakref.ref[Any]]:
 
 
 def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Groups]) -> None:
-    """Between, beside and after calls of the model with the same latents."""
+    """Call blocks before, between and after calls of the model with the same latents."""
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
     inputs, block = unet_inputs(model), block_of(model)
@@ -253,7 +254,7 @@ def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
 
 
 def captured(model: Any, inputs: dict[str, Any]) -> None:
-    """As if a CUDA graph were being captured, which takes a GPU."""
+    """Pretend that a CUDA graph is being captured, which would need a GPU."""
     hooks._is_recorded = lambda t: True
 
 
@@ -262,7 +263,7 @@ def subclass(model: Any, inputs: dict[str, Any]) -> None:
 
 
 def unchanged(model: Any, inputs: dict[str, Any]) -> None:
-    """Nothing but the mode of the call."""
+    """Change nothing: only the mode of the call differs."""
 
 
 @pytest.mark.parametrize(
@@ -298,7 +299,7 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
 def test_timesteps_are_compared_where_plans_are_kept_alone(
     fields: dict[str, Any], compared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that waits for it."""
+    """Comparing timesteps would wait for a GPU, so they are compared only if plans exist."""
     seen, equal = [], torch.equal
 
     def counted(*tensors: Tensor) -> bool:
@@ -383,7 +384,7 @@ def test_a_layer_that_a_model_calls_twice_merges_anew_each_time(planned: list[Gr
 
 
 class Twice(AttnProcessor2_0):
-    """Attends to the tokens, and to the same ones in another order."""
+    """Attend to the tokens, and to the same tokens in reverse order."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         once = super().__call__(attn, hidden_states, *args, **kwargs)
@@ -406,7 +407,7 @@ def test_each_of_two_attentions_of_a_layer_has_its_own_plan(planned: list[Groups
 
 
 def texts(shorter: int = 1) -> dict[str, Tensor]:
-    """Of the prompt, and of the negative one with fewer tokens; and their masks."""
+    """Return the embeddings of a prompt, those of a shorter negative prompt, and their masks."""
     found = {
         "prompt_embeds": normal(1, TEXT, 16),
         "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1),
@@ -416,7 +417,7 @@ def texts(shorter: int = 1) -> dict[str, Tensor]:
 
 
 def qwen() -> tuple[Any, Callable[[], Any]]:
-    transformer = MODELS["Qwen-Image"].build()
+    transformer = TINY["QwenImageTransformer2DModel"].build()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe = quiet(diffusers.QwenImagePipeline(scheduler, None, None, None, transformer))
     size = {"height": 128, "width": 192, "num_inference_steps": 2, "output_type": "latent"}
@@ -433,7 +434,7 @@ def modular() -> tuple[Any, Callable[[], Any]]:
     pipe = QwenImageDenoiseStep().init_pipeline()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe.update_components(
-        transformer=MODELS["Qwen-Image"].build(),
+        transformer=TINY["QwenImageTransformer2DModel"].build(),
         scheduler=scheduler,
         guider=ClassifierFreeGuidance(),
     )
@@ -453,7 +454,7 @@ def modular() -> tuple[Any, Callable[[], Any]]:
 def test_pipelines_that_call_twice_plan_once(
     made: Callable[[], tuple[Any, Callable[[], Any]]], planned: list[Groups]
 ) -> None:
-    """Each transformer takes two steps, of two calls."""
+    """Each transformer takes two steps of two calls each."""
     pipe, generate = made()
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
     for pairs, plans in ((True, 1), (False, 2)):

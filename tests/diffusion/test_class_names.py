@@ -1,4 +1,4 @@
-"""Models and attention merge alike where their classes are derived, renamed (FSDP2) or wrapped."""
+"""Test models and attention whose classes are derived, renamed (FSDP2) or wrapped."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_a_derived_model_is_of_its_family() -> None:
 
 
 class Plugin(FluxAttention):
-    """An attention that a plug-in derives."""
+    """Define an attention class as a plug-in would derive it."""
 
 
 class UnknownAttention(nn.Module):
-    """Computes as the module that it wraps, of which nobody knows what it attends to."""
+    """Wrap an attention module, so that it is unknown what it attends to."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def by_position(unet: Any, timestep: int) -> Tensor:
 
 
 class Derived(UNet2DConditionModel):
-    """Passes on whatever it is given."""
+    """Pass all arguments on, without naming them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `UNet2DConditionModel`."""

@@ -1,4 +1,4 @@
-"""Which components of a pipeline merge, against all that the installed diffusers has."""
+"""Test which components of a pipeline merge, for all pipelines of the installed diffusers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
 from mame_sd import apply_mame
-from mame_sd.diffusion.calibration import measure_images
+from mame_sd.diffusion.calibration import Measurement, measure
 from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
 from tests.matrix.models.sweep import classes
@@ -29,7 +29,7 @@ HOME = Path(diffusers.__file__).parent
 
 
 def components() -> dict[str, set[str]]:
-    """Where components stand that are of such a class: in which files, by their names."""
+    """Return the names of all components that are denoisers, each with the files that name it."""
     kinds = classes()
     found: dict[str, set[str]] = {}
     assert {"FluxTransformer2DModel", "StableCascadeUNet", "UNet2DConditionModel"} <= kinds
@@ -53,7 +53,7 @@ def test_every_component_that_denoises_is_in_a_list() -> None:
 
 
 def test_every_denoiser_of_a_pipeline_merges() -> None:
-    """MiniMax H3's two, both of Stable Cascade's; a prior over embeddings is none beside them."""
+    """Both denoisers of MiniMax H3 and Stable Cascade merge; a prior over embeddings does not."""
     unet = tiny_unet()
     prior = type("PriorTransformer", (nn.Module,), {})()
     for names in (("transformer", "transformer_ref"), ("decoder", "prior_prior")):
@@ -83,7 +83,7 @@ def test_a_pipeline_of_two_denoisers_is_named_and_not_calibrated() -> None:
     handle = apply_mame(pipe, keep=0.5, min_tokens=16)
     assert handle.described == "UNet2DConditionModel with 14 self-attentions"
     with pytest.raises(ValueError, match="got one with transformer and transformer_2; give"):
-        measure_images(handle, [], {})
+        measure(handle, list, Measurement())
 
 
 @pytest.mark.parametrize("names", [("unet",), ("transformer", "transformer_2")])

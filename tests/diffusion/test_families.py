@@ -49,7 +49,7 @@ def counted(
 
 
 def merged(module: nn.Module, family: Family, tokens: Tokens, **call: Any) -> Any:
-    """Its output by the paper's method."""
+    """Return the module's output under the paper's method."""
     output, stats = counted(module, family, tokens, TAU, **call)
     assert stats.last_reason is None
     return output
@@ -138,7 +138,7 @@ def hunyuan(processor: Any) -> Attention:
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": -1.0}], ids=str)
 def test_a_processor_that_cuts_the_batch_merges_each_part(fields: dict[str, Any]) -> None:
-    """PAG computes attention of some samples and none of others."""
+    """PAG computes attention for some samples of a batch and skips others."""
     attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
     call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": normal(2, N, 16).unbind()}
     config = MaMeConfig(**fields, min_tokens=1)
@@ -208,7 +208,7 @@ def test_tokens_of_a_known_sequence_are_left_alone_in_another_of_their_own_numbe
 
 
 class MyAttention(nn.Module):
-    """Attention that adds a learned row per token to queries and keys.
+    """Add a learned row per token to queries and keys.
 
     Positions must follow the tokens.
     """

@@ -1,4 +1,4 @@
-"""apply_mame under torch.compile, inference mode and gradient checkpointing."""
+"""Test apply_mame under torch.compile, inference mode and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MERGING = {"tau": 0.2, "min_tokens": 40}
 
 @pytest.fixture(autouse=True)
 def graphs() -> Counter[str]:
-    """Dynamo's counters, "unique_graphs" among them; nothing is compiled yet."""
+    """Return Dynamo's counters, such as "unique_graphs", before anything is compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     return torch._dynamo.utils.counters["stats"]

@@ -60,7 +60,7 @@ def test_a_wrapper_between_two_hooks_stays() -> None:
 @pytest.mark.parametrize("first", ["cache", "merging"])
 def test_what_stands_in_for_a_forward_is_around_merging_whichever_came_first(first: str) -> None:
     class Every(DiffusersHook):
-        """Like a cache: its second call repeats the first one's output."""
+        """Repeat the first call's output in the second call, as a cache does."""
 
         kept: Any = None
 
@@ -102,7 +102,7 @@ def test_a_processor_that_was_replaced_for_all_is_called(monkeypatch: pytest.Mon
 
 
 def test_replicas_of_data_parallel_are_refused() -> None:
-    """Whatever is replicated: a UNet, one attention; never after merging is gone."""
+    """Replicas of a merged UNet or attention are refused; after removal they are allowed."""
     unet, attn = tiny_unet(), attention()
     for model in (unet, attn):
         apply_mame(model, min_tokens=1)
@@ -131,7 +131,7 @@ def test_a_model_spread_over_devices_is_refused() -> None:
 
 
 def test_a_forward_that_was_wrapped_before_gets_its_arguments_as_they_came() -> None:
-    """As HyperTile wraps it."""
+    """Wrap the forward as HyperTile does."""
 
     def wrap(forward: Any) -> Any:
         return lambda *args, **kwargs: forward(args[0], *args[1:], **kwargs)
@@ -147,8 +147,8 @@ def test_a_forward_that_was_wrapped_before_gets_its_arguments_as_they_came() -> 
     assert torch.equal(*outputs)
 
 
-class Beside(AttnProcessor2_0):
-    """Puts keys of something else beside the layer's own."""
+class Surrounding(AttnProcessor2_0):
+    """Put other keys before and after the layer's own."""
 
     def __init__(self, before: int, after: int) -> None:
         self.before, self.after = before, after
@@ -161,7 +161,7 @@ class Beside(AttnProcessor2_0):
 
 
 class Storing(AttnProcessor2_0):
-    """Keeps what its tokens were, as processors of self-attention guidance keep a map."""
+    """Keep the number of tokens, as processors of self-attention guidance keep a map."""
 
     kept = 0
 
@@ -191,11 +191,11 @@ def test_whole_tokens_stay_around_a_processor_that_keeps_what_it_saw() -> None:
 def test_keys_among_others_that_a_processor_adds_are_left_alone(before: int, after: int) -> None:
     attn, x = attention(), tokens()
     handle = apply_mame(attn, keep=0.5, min_tokens=1)
-    attn.set_processor(Beside(before, after))
+    attn.set_processor(Surrounding(before, after))
     merged = attn(x)
     remove_mame(attn)
     assert torch.equal(attn(x), merged)
-    with pytest.raises(NothingMergedError, match="Beside calls no attention over"):
+    with pytest.raises(NothingMergedError, match="Surrounding calls no attention over"):
         handle.report()
 
 

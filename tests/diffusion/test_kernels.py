@@ -1,4 +1,4 @@
-"""Merged keys reach every attention kernel: whenever it is registered or selected, compiled or not.
+"""Test that merged keys reach every attention kernel, whenever it is registered or selected.
 
 Stand-ins for kernels that need a GPU note how many keys they are given.
 """
@@ -44,7 +44,7 @@ SEEN: list[tuple[int, int]] = []  # how many queries and keys each call of a sta
 
 @torch.library.custom_op("mame_tests::kernel", mutates_args=())
 def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention [B, H, N, D] that no graph and no function mode looks into."""
+    """Compute attention [B, H, N, D] where graphs and function modes can't look inside."""
     SEEN.append((query.shape[2], key.shape[2]))
     scores = query @ key.mT * query.shape[-1] ** -0.5
     return (scores.softmax(-1) @ value).contiguous()
@@ -62,7 +62,7 @@ def sage(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) 
 
 
 def seen() -> set[int]:
-    """How many keys stood before the most queries since the last look."""
+    """Return the numbers of keys in the calls with the most queries since the last look."""
     most = max((queries for queries, _ in SEEN), default=0)
     counts = {keys for queries, keys in SEEN if queries == most and keys > 7}
     SEEN.clear()
@@ -86,7 +86,7 @@ def run(model: Any) -> Tensor:
 
 
 def whole(model: Any) -> int:
-    """How many keys an unmerged layer has."""
+    """Return the number of keys of an unmerged layer."""
     with attention_backend("sage"):
         run(model)
     (count,) = seen()
@@ -153,7 +153,7 @@ def replacement(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """As people put SageAttention in the place of PyTorch's function: masks are dropped."""
+    """Ignore masks, as SageAttention does when it replaces PyTorch's function."""
     return kernel(query, key, value)
 
 
@@ -185,7 +185,7 @@ def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
 def test_a_lone_layer_that_was_saved_whole_merges_in_front_of_what_stands_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No hook of a model is there that would look for kernels: reading the file is what does."""
+    """No hook on a model looks for kernels here; reading the file does."""
     attn, file = Attention(query_dim=32, heads=2, dim_head=16), io.BytesIO()
     apply_mame(attn, keep=0.5, min_tokens=60)
     torch.save(attn, file)
@@ -233,7 +233,7 @@ def test_the_kernels_of_the_page_compute_attention_over_merged_keys() -> None:
 def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
     register: Callable[[str], None],
 ) -> None:
-    """In front of PyTorch's attention and of a backend of the dispatcher, with a bias or none."""
+    """Test kernels with and without a bias, in place of PyTorch's attention and of a backend."""
     register("sage")
     model = FLUX.build()
     every = whole(model)
@@ -265,7 +265,7 @@ def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
 
 
 class Layer(nn.Module):
-    """A kernel of the user that is a module, and takes a bias."""
+    """Compute attention as a user's kernel that is a module and takes a bias."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None) -> Tensor:
         return biased(q, k, v, attn_mask)
@@ -305,14 +305,14 @@ def test_a_kernel_of_the_user_is_refused_where_it_can_do_nothing() -> None:
 
 
 class Written(AttnProcessor):
-    """A processor that writes the softmax out."""
+    """Compute the softmax in plain operations, which can't be intercepted."""
 
 
 TOLD = r"no layer merges: each of 2 was left alone \(Written calls no attention"
 
 
 def test_a_forward_that_merges_nothing_warns_whenever_that_begins() -> None:
-    """Not only the first one; and again where merging came back in between."""
+    """The warning comes once, and again after something has merged in between."""
     unet = one_level_unet()
     handle = apply_mame(unet, keep=0.5, min_tokens=40)
     for _ in range(2):
@@ -350,7 +350,7 @@ def masked_call() -> tuple[MergeJob, tuple[Tensor, ...], Tensor]:
 
 
 def test_a_backend_may_be_given_a_mask_for_all_heads_and_queries() -> None:
-    """As [B, N], which diffusers' dispatcher takes."""
+    """Give the mask as [B, N], which diffusers' dispatcher accepts."""
     job, qkv, seen = masked_call()
     with stand_ins() as called, merging() as calls:
         apply_mame(attention(), min_tokens=1)  # from now on backends are watched

@@ -1,4 +1,4 @@
-"""Where a call's tensors tell how tokens lie, they are read once, not at every step."""
+"""Test layouts that are read from a call's tensors: once, not at every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READS = {"cpu", "tolist", "item", "__int__", "__bool__", "nonzero", "unique", "u
 
 
 class NoReads(TorchFunctionMode):
-    """While entered, nothing may wait for the device."""
+    """Refuse operations that wait for the device while entered."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert getattr(func, "__name__", "") not in READS, func
@@ -28,7 +28,7 @@ class NoReads(TorchFunctionMode):
 
 
 def places(h: int, w: int, *first: int) -> Tensor:
-    """[h * w, 3] of (image, row, column)."""
+    """Return (image, row, column) of each token, [h * w, 3]."""
     return torch.cartesian_prod(torch.tensor(first or (0,)), torch.arange(h), torch.arange(w))
 
 
@@ -75,7 +75,7 @@ def test_what_tells_no_grid_is_told() -> None:
 
 
 def test_minimax_h3_merges_the_last_frames_that_follow_one_another() -> None:
-    """A reference of one frame, sound, then the video of two."""
+    """The sequence has a reference of one frame, sound, and a video of two frames."""
     ids = torch.cat([places(2, 3), torch.zeros(4, 3).long(), places(2, 3, 0, 1), places(1, 1)])
     indices = torch.tensor([*range(6), *range(10, 22)])
     call = {"video_indices": indices, "position_ids": ids}
@@ -127,7 +127,7 @@ def test_a_model_and_its_controlnet_that_are_given_the_same_places_each_have_the
 
 
 def at(h: int, w: int, row: int = 0, column: int = 0) -> Tensor:
-    """`places` of image 0 from a row and column on."""
+    """Return `places` of image 0, shifted by a row and a column."""
     return places(h, w) + torch.tensor([0, row, column])
 
 

@@ -244,7 +244,7 @@ def saved_with(folder: Path, **settings: Any) -> Path:
 
 def run(out: Path, *options: str) -> Any:
     """Return the settings that `generate` merged with, from the manifest, or None for none."""
-    words = ["generate", "--prompt", "key", "--steps", "1", "--device", "cpu", "--out", str(out)]
+    words = ["generate", "key", "--steps", "1", "--device", "cpu", "--out", str(out)]
     assert cli.run([*words, *options]) == 0
     mame = json.loads((out / "manifest.json").read_text())["settings"]["mame"]
     return None if mame is None else MaMeConfig.from_dict(mame)
@@ -258,10 +258,7 @@ def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
     assert run(tmp_path / "d", *model, "--baseline") is None
     refused = ["--config", "fit_queries=8"]  # which goes with keep
-    assert (
-        cli.run(["generate", "--prompt", "key", *model, *refused, "--out", str(tmp_path / "e")])
-        == 2
-    )
+    assert cli.run(["generate", "key", *model, *refused, "--out", str(tmp_path / "e")]) == 2
     assert "the model was saved with tau 0.3" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -287,5 +284,5 @@ def test_only_our_pipeline_has_a_saved_setting(
     assert (found.on, found.config) == (True, MaMeConfig(min_tokens=16, seed=3))
     index = tmp_path / "default" / "model_index.json"
     index.write_text(index.read_text().replace('"tau": "default"', '"tau": 7'))
-    assert cli.run(["generate", "--prompt", "key", "--model", str(tmp_path / "default")]) == 2
+    assert cli.run(["generate", "key", "--model", str(tmp_path / "default")]) == 2
     assert "tau: expected a number from -1 to 1" in capsys.readouterr().err.splitlines()[-1]

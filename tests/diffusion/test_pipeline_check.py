@@ -1,4 +1,4 @@
-"""A pipeline whose denoiser was replaced after `apply_mame` is told of where it is called."""
+"""Test that a pipeline whose denoiser was replaced after `apply_mame` raises when it is called."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def lone_steps(pipeline: Any) -> Any:
 
 
 def test_another_blocks_hooks_leave_the_check_as_it_was() -> None:
-    """A call within the block takes it off, for its handle's hooks are not on the model then."""
+    """A call within the block removes the check, since its handle's hooks are off the model."""
     pipe = tiny_pipeline()
     handle = apply_mame(pipe, **MERGING)
     with mame(pipe.unet, **MERGING):

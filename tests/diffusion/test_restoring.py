@@ -26,16 +26,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
-from mame_sd.diffusion.restoring import (
-    AS_MANY,
-    BY_TOKEN,
-    CACHED,
-    GATED,
-    NOT_PLAIN,
-    REPLACED,
-    SEVERAL,
-    MLPHook,
-)
+from mame_sd.diffusion.fused_mlp import NOT_PLAIN, REPLACED
+from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (
@@ -192,7 +184,7 @@ def test_padding_on_either_side_of_the_text(name: str, mask: str, kind: str, sid
 
 
 def test_a_mask_over_the_images_tokens() -> None:
-    """The self-attention of a block then answers all queries, and the block is still exact."""
+    """The self-attention of the block computes all queries, and the block is still exact."""
     unet = one_level_unet()
     mask = torch.ones(2, 256)
     mask[:, 100:130] = 0
@@ -256,7 +248,7 @@ def test_a_block_computes_the_mlp_of_image_and_text_on_its_rows(name: str) -> No
 
 
 class Normalising(AttnProcessor2_0):
-    """A user's processor, for which all queries count, as in StyleAligned."""
+    """Normalise over all queries, as a user's processor may (StyleAligned)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,11 +271,11 @@ def test_a_processor_of_the_users_sees_all_queries_of_a_block() -> None:
 
 
 class OwnMLP(FeedForward):
-    """A tool's subclass, whose name says nothing."""
+    """Derive a feed-forward under a name that doesn't tell what it is."""
 
 
 class Odd(OwnMLP):
-    """A subclass of the subclass."""
+    """Derive it once more."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -382,7 +374,7 @@ def test_a_lora_on_projections_that_mlp_and_attention_share(
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("how", ["forward", "hook"])
 def test_other_tools_around_a_shared_projection_out(name: str, how: str) -> None:
-    """They would read zeros for tokens that are not chosen."""
+    """Other tools would read zeros for tokens that are not chosen, so the MLP is not restored."""
     model, once, single = fused_model(name)
     handle = restored(model, "mlp")
     assert single(handle) > 0
@@ -475,6 +467,21 @@ def test_offloaded_linears(kind: str, first: str) -> None:
     assert torch.equal(run_unet(unet), want)
     remove_hook_from_module(unet, recurse=True)
     assert torch.equal(run_unet(unet), want)
+
+
+def test_a_shared_projection_is_restored_where_offloading_was_set_up_first() -> None:
+    """Flux 2's projection of queries, keys, values and MLP is split by its weights."""
+    model, inputs = (
+        MODELS["Flux2Transformer2DModel"].build(),
+        MODELS["Flux2Transformer2DModel"].inputs(),
+    )
+    cpu_offload(model, torch.device("cpu"))
+    want = run(inputs, model)
+    handle = restored(model, "mlp")
+    assert checked(handle, lambda: run(inputs, model))
+    assert reasons(handle, "mlp") == {""}
+    remove_mame(model)
+    assert torch.equal(run(inputs, model), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -700,7 +707,7 @@ def fresh_graphs() -> Iterator[Any]:
 @pytest.mark.compiles
 @pytest.mark.parametrize(("kind", "blocks", "graphs"), [("mlp", 1, 1), ("block", 3, 2)])
 def test_repeated_blocks_compile_once(kind: str, blocks: int, graphs: int) -> None:
-    """As often as without hooks: the first block's input has other strides."""
+    """Blocks compile as often as without hooks: the first block's input has other strides."""
     unet = one_level_unet(transformer_layers_per_block=blocks)
     handle = restored(unet, kind)
     want = run_unet(unet)

@@ -1,4 +1,4 @@
-"""Test threads that generate with one model: none sees another's step, size or settings.
+"""Test threads that generate with one model: each has its own step, size and settings.
 
 The model changes only between images. A thread waits inside of a forward while another one acts.
 """
@@ -104,7 +104,7 @@ def test_settings_of_a_thread_are_its_own() -> None:
 
 
 def test_coroutines_of_a_thread_make_what_they_make_alone() -> None:
-    """Each with settings of its own, and with a plan that its two calls of an input share."""
+    """Each coroutine has its own settings and a plan that its two calls of an input share."""
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGED)
     texts = torch.randn(2, 1, 7, unet.config.cross_attention_dim)
@@ -191,7 +191,7 @@ def test_a_model_changes_only_between_images() -> None:
 def test_a_forward_that_ended_by_an_error_is_not_under_way(
     place: str, error: type[BaseException]
 ) -> None:
-    """Also where no layer has merged yet, before `conv_in`."""
+    """This is also true before any layer has merged (`conv_in`)."""
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGED)
 
@@ -253,7 +253,7 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
 
 
 def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
-    """As Z-Image has them."""
+    """Z-Image passes its latents in a list."""
     unet = tiny_unet()
     hook, latents = (
         StepHook(unet, HandleState(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),

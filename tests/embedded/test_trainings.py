@@ -126,7 +126,7 @@ def test_the_clips_training_writes_a_clip_that_merges_and_reads_its_pictures(
     with torch.no_grad():
         head = text_head(encoder, images.classes, ["{} on a white background"])
         assert head.logits({"pixel_values": made}).shape == (1, 6)
-    assert [block.tokens_kept for block in handle.report().blocks][::3] == [257, 129, 65, 33]
+    assert [block.tokens_kept for block in handle.report().layers][::3] == [257, 129, 65, 33]
     before, after = (
         torch.load(tmp_path / f"{name}.pt", weights_only=True)["ema"]
         for name in ("tokens256", "crowd256")

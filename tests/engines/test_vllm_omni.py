@@ -151,7 +151,7 @@ def test_what_can_not_act_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatc
     q, k = torch.randn(1, VIDEO // 2, 2, 16), torch.randn(1, VIDEO, 2, 16)
     with pytest.raises(RuntimeError, match="expected all of a video's queries"):
         merged.forward(q, k, k, LAYOUTS["Wan"][1])
-    for name in ("FluxPipeline", "WanVACEPipeline"):
+    for name in ("FluxPipeline", "WanS2VPipeline"):
         engine.config = SimpleNamespace(model_class_name=name)
-        with pytest.raises(ValueError, match=f"got {name}: unset MAME_SD_VLLM_OMNI_KEEP"):
+        with pytest.raises(ValueError, match=f"got {name}; unset MAME_SD_VLLM_OMNI_KEEP"):
             layer()

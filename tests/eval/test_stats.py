@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mame_sd.eval.stats import (
+    mcnemar_p,
     mean_interval,
     median_interval,
     paired_difference,
-    share_difference,
     sign_flip_p,
 )
 from mame_sd.json_files import json_text
@@ -105,25 +105,9 @@ def test_differences_are_taken_by_key() -> None:
         paired_difference(a, {"x": 1.0}, {})
 
 
-# Newcombe 1998, table I, method 10: (both, better, worse, neither) and the limits
-@pytest.mark.parametrize(
-    ("cells", "limits"),
-    [
-        ((36, 12, 2, 0), (5.69, 34.04)),
-        ((54, 0, 0, 0), (-6.64, 6.64)),
-        ((53, 0, 0, 1), (-7.29, 7.29)),
-    ],
-)
-def test_paired_shares_have_newcombes_interval(
-    cells: tuple[int, ...], limits: tuple[float, float]
-) -> None:
-    outcomes = zip(((1, 1), (1, 0), (0, 1), (0, 0)), cells, strict=True)
-    pairs = [pair for pair, count in outcomes for _ in range(count)]
-    ours, others = ([bool(pair[side]) for pair in pairs] for side in (0, 1))
-    found, turned = share_difference(ours, others), share_difference(others, ours)
-    assert found["mean"] == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
-    assert (found["low"], found["high"]) == pytest.approx(limits, abs=0.005)
-    assert (turned["low"], turned["high"]) == pytest.approx((-found["high"], -found["low"]))
-    apart, least = cells[1] + cells[2], min(cells[1], cells[2])
-    tail = sum(math.comb(apart, k) for k in range(least + 1)) / 2**apart
-    assert found["p"] == turned["p"] == pytest.approx(min(1.0, 2 * tail))
+def test_mcnemars_p_is_the_binomial_tail_of_the_cases_that_differ() -> None:
+    """36 both right, 12 and 2 right on one side alone: Newcombe 1998, table I."""
+    ours, others = [True] * 48 + [False] * 2, [True] * 36 + [False] * 12 + [True] * 2
+    tail = sum(math.comb(14, k) for k in range(3)) / 2**14
+    assert mcnemar_p(ours, others) == mcnemar_p(others, ours) == pytest.approx(2 * tail)
+    assert mcnemar_p(ours, ours) == 1.0

@@ -1,5 +1,7 @@
-"""`python -m tests.matrix` writes the tables of docs/compatibility.md. `--sweep` first runs every
-model and records what happened, and runs every cell of the page as a test in the end.
+"""`python -m tests.matrix` writes the tables of docs/compatibility.md.
+
+`--sweep` first runs every model and records what happened, and at the end runs every cell of the
+page as a test.
 """
 
 import sys

@@ -30,8 +30,9 @@ NO_MASK = "`attn_mask` is not supported for {}"
 
 @contextmanager
 def dispatcher() -> Iterator[None]:
-    """In the block kernels that are not installed may be registered. What is registered and which
-    backend is active are as before in the end.
+    """Allow kernels that are not installed to be registered in the `with` block.
+
+    Registered kernels and the active backend are as before at the end.
     """
     active, before = Registry._active_backend, dict(Registry._backends)
     names = dict(Registry._supported_arg_names)
@@ -86,18 +87,17 @@ def stand_ins() -> Iterator[list[str]]:
         yield called
 
 
-def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
-    """Which kernels of the dispatcher get a model's merged keys, checked by the loop; for the
-    sweep's table.
+def check_kernels(run: Callable[[], list[Tensor]], handle: Any) -> None:
+    """Assert that each kernel of the dispatcher gets a model's merged keys, as the loop has them.
+
+    A kernel may refuse the model's own mask, if it does so without merging too.
 
     Args:
-        run: calls the model.
-        handle: of the merging on it.
+        run: Calls the model.
+        handle: The handle of the merging on it.
     """
     native, plain = run(), {layer.name for layer in handle.report().layers if layer.merged}
     whole = _whole(run, handle)
-    refused: list[str] = []
-    own = 0
     with stand_ins():
         for backend in BACKENDS:
             handle.reset()
@@ -106,8 +106,8 @@ def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
                 try:
                     merged = run()
                 except ValueError as error:
-                    _refuses_whole_keys(run, handle, str(error))
-                    refused.append(backend)
+                    with pytest.raises(ValueError, match=re.escape(str(error))):
+                        _whole(run, handle)
                     continue
             layers = [layer for layer in handle.report().layers if layer.merged]
             assert {layer.name for layer in layers} == plain, backend
@@ -115,35 +115,21 @@ def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
             assert all(
                 note in layer.reason or "attention by" not in layer.reason for layer in layers
             )
-            own = sum("attention by" not in layer.reason for layer in layers)
             if counted:
-                try:
-                    with attention_backend(backend):
-                        alone = _whole(run, handle)
-                except RuntimeError:  # diffusers' flex and a mask [B, N] of NucleusMoE
-                    alone = whole
+                with attention_backend(backend):
+                    alone = _whole(run, handle)
                 for one, other, a, b in zip(merged, native, alone, whole, strict=True):
-                    rounding = float((a - b).abs().max())  # some models are in bf16
+                    rounding = float((a - b).abs().max())
                     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 + 2 * rounding)
             elif backend == TAKES_NO_MASK[0]:
                 for call in calls:
                     check_by_loop(call)
     handle.reset()
     assert all(map(torch.equal, run(), native)), "native again"
-    if own == len(plain):
-        return "PyTorch's"
-    all_of = f"all but {', '.join(refused)} (no mask)" if refused else "all"
-    return f"{all_of}; PyTorch's in {own}" if own else all_of
-
-
-def _refuses_whole_keys(run: Callable[[], list[Tensor]], handle: Any, message: str) -> None:
-    """The kernel refuses the model's own mask too."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        _whole(run, handle)
 
 
 def _whole(run: Callable[[], list[Tensor]], handle: Any) -> list[Tensor]:
-    """What the model gives without merging."""
+    """Return what the model gives without merging."""
     handle.active = False
     try:
         return run()

@@ -1,15 +1,12 @@
-"""Caches and merging on one model: each pair in either order of switching on and off, over runs of
-several steps.
-"""
+"""Caches and merging on one model, switched on and off in either order, over several steps."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -17,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from mame_sd.diffusion.denoisers import denoiser_of
 from tests.builders.caches import (
     FIRST,
@@ -51,13 +49,13 @@ class Pair:
     Attributes:
         model: a row whose `run` is a run of STEPS steps; all that it makes.
         steps: how many layers that merge compute in how many of the run's steps; the cache answers
-            in the others. Or why the cache does not work on the model without any of our code.
+            in the others.
         exact: the cache changes nothing but rounding.
     """
 
     model: Row
     cache: Cache | DeepCache
-    steps: Mapping[int, int] | str
+    steps: Mapping[int, int]
     exact: bool = False
 
     @property
@@ -66,8 +64,12 @@ class Pair:
 
 
 def sampled(inputs: Mapping[str, Any], model: Any, places: bool = False) -> Tensor:
-    """The outputs of all steps [STEPS, ...], of one input that fades; with `places` each step tells
-    its place, as SeaCache asks.
+    """Return the outputs of all steps [STEPS, ...], of one input that fades.
+
+    Args:
+        inputs: Arguments of one call.
+        model: The model.
+        places: If True, each step passes its place, as SeaCache requires.
     """
     outputs = []
     latents, when = ("x", "t") if "x" in inputs else ("hidden_states", "timestep")
@@ -89,38 +91,41 @@ def images(pipe: Any) -> Tensor:
         return once(pipe, num_inference_steps=STEPS)
 
 
-def transformer(name: str) -> Row:
-    row = next(row for row in transformers.ROWS if row.name == name)
-    return replace(row, run=partial(sampled, row.inputs))
+def transformer(name: str, model: str, layers: int, since: str = "0") -> Row:
+    """Make a row of runs of a model of the registry, in which so many layers merge."""
+    case = TINY[model]
+    return Row(name, case.build, partial(sampled, case.inputs()), {0: layers}, since=since)
 
 
+NEWEST = transformers.NEWEST
 UNET = Row("Stable Diffusion", tiny_pipeline, images, LEVELS)
-# FasterCache halves a guided batch of these; the others are distilled, and take no such batch.
-HALVED = ("PixArt", "Stable Diffusion 3", "AuraFlow", "Wan (video)", "CogVideoX")
-NEWEST = ("Flux 2", "Z-Image", "HunyuanVideo 1.5")
-MODELS = [UNET, *map(transformer, (*HALVED, "Flux", "Qwen-Image", *NEWEST))]
-# What is raised where one does not work; or it caches nothing, silently.
-ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-ONE_BLOCK = "finds one block where it needs two"
-UNKNOWN = "diffusers has not registered its blocks"
-OTHER_NAME = "looks for an argument of another name"
-SPECIAL: dict[tuple[str, str], Mapping[int, int] | str] = {
+MODELS = [
+    UNET,
+    transformer("PixArt", "PixArtTransformer2DModel", 2),
+    transformer("Stable Diffusion 3", "SD3Transformer2DModel", 2),
+    transformer("AuraFlow", "AuraFlowTransformer2DModel", 2),
+    transformer("Wan (video)", "WanTransformer3DModel", 2),
+    transformer("CogVideoX", "CogVideoXTransformer3DModel", 2),
+    transformer("Flux", "FluxTransformer2DModel", 4),
+    transformer("Qwen-Image", "QwenImageTransformer2DModel", 2),
+    transformer("Flux 2", "Flux2Transformer2DModel", 2, NEWEST),
+    transformer("Z-Image", "ZImageTransformer2DModel", 3, NEWEST),
+    transformer("HunyuanVideo 1.5", "HunyuanVideo15Transformer3DModel", 1, NEWEST),
+]
+# Pairs in which the cache fails or caches nothing without any of our code.
+FAILING = {
+    "FasterCache": {UNET.name, "Z-Image"},
+    "FirstBlockCache": {
+        *(UNET.name, "Stable Diffusion 3", "AuraFlow", "Flux 2", "Z-Image"),
+        "HunyuanVideo 1.5",
+    },
+    "MagCache": {UNET.name, "AuraFlow", "Z-Image", "HunyuanVideo 1.5"},
+}
+SPECIAL: dict[tuple[str, str], Mapping[int, int]] = {
     (UNET.name, "PyramidAttentionBroadcast"): {3: 7},
-    (UNET.name, "FasterCache"): "can't halve a UNet's timestep",
-    (UNET.name, "FirstBlockCache"): "finds no blocks",
-    (UNET.name, "MagCache"): "finds no blocks",
-    ("Stable Diffusion 3", "FirstBlockCache"): "the last block returns no text",
     # FasterCache does not look for the name of AuraFlow's joint blocks.
     ("AuraFlow", "FasterCache"): {4: 1, 2: 1},
-    ("AuraFlow", "FirstBlockCache"): ONE_BLOCK,
-    ("AuraFlow", "MagCache"): UNKNOWN,
-    ("Flux 2", "FirstBlockCache"): "takes the text's list for tokens",
     ("Z-Image", "PyramidAttentionBroadcast"): {4: 1, 2: 2},
-    ("Z-Image", "FasterCache"): "can't halve a list of images",
-    ("Z-Image", "FirstBlockCache"): OTHER_NAME,
-    ("Z-Image", "MagCache"): OTHER_NAME,
-    ("HunyuanVideo 1.5", "FirstBlockCache"): ONE_BLOCK,
-    ("HunyuanVideo 1.5", "MagCache"): UNKNOWN,
 }
 
 
@@ -129,35 +134,33 @@ def every_pair() -> Iterator[Pair]:
     halving, distilled, mag = faster(), faster(distilled=True), magnitude(STEPS)
     for model in MODELS:
         n = sum(model.merges.values())
+        # FasterCache halves a guided batch; distilled models take none.
         halves = distilled if model.name in ("Flux", "Qwen-Image", "Flux 2") else halving
         # diffusers' own choice of layers misses attn1
         taylor = taylorseer(r".*\.attention" if model.name == "Z-Image" else r".*\.attn[12]?")
         first = {STEPS: 1, 1: n - 1}
         usual = {PYRAMID: {2: n}, halves: {2: n}, FIRST: first, mag: {2: n}, taylor: {3: n}}
         for cache, steps in usual.items():
-            yield Pair(model, cache, SPECIAL.get((model.name, cache.name), steps))
+            if model.name not in FAILING.get(cache.name, ()):
+                yield Pair(model, cache, SPECIAL.get((model.name, cache.name), steps))
 
 
 def own_pairs() -> Iterator[Pair]:
-    """Caches of diffusers that work on a model or two of their own."""
-    new = transformers.NEWEST
+    """Yield caches of diffusers that work on one or two models of their own."""
     case = TINY["WanTransformer3DModel"]
-    wan = Row("Wan", case.build, partial(sampled, case.inputs(), places=True), {288: 2}, since=new)
-    yield Pair(wan, SEA, {2: 2})
-    case = TINY["NucleusMoEImageTransformer2DModel"]
-    nucleus = Row("NucleusMoE", case.build, partial(sampled, case.inputs()), {96: 2}, since=new)
+    run = partial(sampled, case.inputs(), places=True)
+    yield Pair(Row("Wan", case.build, run, {288: 2}, since=NEWEST), SEA, {2: 2})
+    nucleus = transformer("NucleusMoE", "NucleusMoEImageTransformer2DModel", 2, NEWEST)
     yield Pair(nucleus, TEXT_KEYS, {STEPS: 2}, exact=True)
 
 
-OWN = [*own_pairs()]
-EVERY = [*every_pair(), *OWN]
-PAIRS = [pair for pair in EVERY if not isinstance(pair.steps, str)]
-ALONE = [pair for pair in EVERY if isinstance(pair.steps, str)]
+PAIRS = [*every_pair(), *own_pairs()]
 
 
 def check_pair(pair: Pair) -> None:
-    """The two together, switched on in either order, give one result, run after run; the one that
-    came first may go first, and leaves what the other gives alone.
+    """Check that cache and merging give one result in either order, run after run.
+
+    The one that came first may go first, and leaves what the other gives alone.
     """
     model, cache = pair.model, pair.cache
     first, second = model.build(), model.build()
@@ -193,9 +196,7 @@ def check_pair(pair: Pair) -> None:
 
 
 def _merged_run(pair: Pair, subject: Any) -> Tensor:
-    """What `subject`, on which the cache is, makes merged; the report and the draws of its steps
-    are right.
-    """
+    """Return what a cached model makes merged, and check the report and the draws of its steps."""
     handle = apply_mame(subject, **FIELDS)
     with _drawn(handle, subject) as draws:
         made = pair.model.run(subject)
@@ -207,8 +208,9 @@ def _merged_run(pair: Pair, subject: Any) -> Tensor:
 
 
 def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
-    """Each layer was counted in the steps in which it computed, each time with half of the
-    tokens.
+    """Check the report's numbers of calls and tokens.
+
+    Each layer was counted in the steps in which it computed, each time with half of the tokens.
     """
     report = handle.report()
     layers = [layer for layer in report.layers if layer.merged]
@@ -220,8 +222,10 @@ def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
 
 @contextmanager
 def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
-    """Asserts after every step that the layers that computed in it took its timestep's draw; gives
-    the draws.
+    """Check after every step that the layers that computed in it took its timestep's draw.
+
+    Yields:
+        The draws.
     """
     counts: dict[str, int] = {}
     draws: list[Tensor] = []
@@ -248,32 +252,12 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def check_alone(pair: Pair) -> None:
-    """The cache still does not work on the model: it raises, or caches nothing."""
-    subject = pair.model.build()
-    plain = pair.model.run(subject)
-    with suppress(*ERRORS):
-        pair.cache.enable(subject)
-        assert torch.equal(pair.model.run(subject), plain), "it caches something now: give steps"
-
-
-def own_models() -> list[str]:
-    """A line for each of the caches that work on a model of their own."""
-    return [f"- {pair.cache.name} on {pair.model.name}" for pair in OWN]
-
-
 def table() -> list[str]:
-    """The table of the pairs, as lines of Markdown, and what its letters stand for."""
-    reasons = dict.fromkeys(pair.steps for pair in ALONE if isinstance(pair.steps, str))
-    letters = dict(zip(reasons, ascii_lowercase, strict=False))
-    cells = {(pair.model.name, pair.cache.name): _cell(pair, letters) for pair in EVERY}
+    """Return the table of the pairs as lines of Markdown."""
+    works = {(pair.model.name, pair.cache.name) for pair in PAIRS}
     columns = dict.fromkeys(pair.cache.name for pair in every_pair())
     lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for model in MODELS:
-        row = [cells.get((model.name, name), "") for name in columns]
+        row = ["yes" if (model.name, name) in works else "no" for name in columns]
         lines.append(f"| {model.name} | {' | '.join(row)} |")
-    return [*lines, "", *(f"- *{letter}*: {reason}" for reason, letter in letters.items())]
-
-
-def _cell(pair: Pair, letters: Mapping[str, str]) -> str:
-    return f"*{letters[pair.steps]}*" if isinstance(pair.steps, str) else "yes"
+    return lines

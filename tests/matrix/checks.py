@@ -1,5 +1,6 @@
-"""What every row of the matrix must pass: merging where it should and nowhere else, and leaving no
-trace.
+"""Checks that every row of the matrix must pass.
+
+Merging acts where it should and nowhere else, and leaves no trace.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ Shapes = dict[nn.Module, list[Any]]
 
 @contextmanager
 def recorded(subject: Any) -> Iterator[Shapes]:
-    """Shapes of all tensors that each module of a pipeline's components, or of a model, is called
-    with, in order; a module that never runs has no entry.
+    """Record the shapes of all tensors that each module is called with, in order.
+
+    Modules are those of a pipeline's components or of a model. One that never runs has no entry.
     """
     shapes: Shapes = {}
 
@@ -40,12 +42,12 @@ def recorded(subject: Any) -> Iterator[Shapes]:
 
 
 def first_mode(row: Row) -> tuple[str, Mapping[str, Any]]:
-    """What is checked in one mode alone is checked in this one."""
+    """Return the mode that is used for checks in one mode only."""
     return next(iter(row.modes.items()))
 
 
 def check_merges(handle: MaMeHandle, row: Row) -> None:
-    """The layers that merged are those of the row, and each kept half of its tokens."""
+    """Check that the row's layers merged, and that each kept half of its tokens."""
     layers = [layer for layer in handle.report().layers if layer.merged]
     assert Counter(round(layer.tokens_in) for layer in layers) == Counter(row.merges), str(
         handle.report()
@@ -90,8 +92,9 @@ def check_row(row: Row, folder: Path) -> None:
 
 
 def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
-    """A feature switched on after `apply_mame` gives what it gives before it; switched off again it
-    leaves no trace.
+    """Check a feature that is switched on after `apply_mame`, and off again.
+
+    It gives what it gives before `apply_mame`, and leaves no trace.
     """
     mode, fields = first_mode(row)
     subject = row.build()
@@ -107,8 +110,9 @@ def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
 
 
 def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Tensor]) -> None:
-    """A model saved while it merges loads without merging, bit-equal, and merges as before once
-    asked to.
+    """Check a model that was saved while it merged.
+
+    It loads without merging, bit-equal, and merges as before after `apply_mame`.
     """
     subject = row.build()
     mode, fields = first_mode(row)
@@ -124,10 +128,12 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
 
 
 def check_one_liner(row: Row) -> None:
-    """The processor gives what `apply_mame` gives with `redraw=False, share_guidance_plan=False`,
-    for it sees neither steps nor latents, or meets the fate that the row tells.
+    """Check what `set_attn_processor(MaMeAttnProcessor(...))` does, as the row says.
+
+    By itself the processor gives what `apply_mame` gives with `redraw=False,
+    share_guidance_plan=False`, because it sees neither steps nor latents.
     """
-    if row.processor in ("", "set", "none"):
+    if not row.processor:
         return
     mode, fields = first_mode(row)
     subject = row.build()

@@ -81,7 +81,7 @@ def pag(**changes: Any) -> Any:
 
 
 def gguf_pipeline() -> Any:
-    """The second level's linear layers in GGUF's Q8_0 (blocks of 32 weights)."""
+    """Make a pipeline with the second level's linear layers in GGUF's Q8_0 (blocks of 32)."""
     pipe = tiny_pipeline()
     kind = gguf.GGMLQuantizationType.Q8_0
     for name, linear in [*pipe.unet.named_modules()]:
@@ -119,7 +119,7 @@ def trained(pipe: Any) -> Tensor:
 
 
 def modular() -> Any:
-    """The tiny SDXL as a Modular Diffusers pipeline."""
+    """Make the tiny SDXL as a Modular Diffusers pipeline."""
     parts = sdxl().components
     pipe = diffusers.StableDiffusionXLAutoBlocks().init_pipeline()
     pipe.update_components(**{name: part for name, part in parts.items() if part is not None})
@@ -151,14 +151,7 @@ ROWS = [
     features(
         "IP-Adapter, then the one-liner", run=with_image, switch=load_ip_adapter, processor="error"
     ),
-    Row(
-        "PAG",
-        pag,
-        partial(once, pag_scale=2.0),
-        LEVELS,
-        processor="set",
-        one_liner="not on perturbed layers",
-    ),
+    Row("PAG", pag, partial(once, pag_scale=2.0), LEVELS, one_liner="not on perturbed layers"),
     features(
         "FreeU",
         switch=lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4),
@@ -191,7 +184,6 @@ ROWS = [
         ),
         sweep=True,
         since="0.42",
-        note="on a CPU alone diffusers needs 0.42 for it",
     ),
     features(
         "model offload",
@@ -203,15 +195,13 @@ ROWS = [
     features(
         "settings by layer",
         modes=BY_LAYER,
-        processor="set",
         one_liner="error: a processor knows no names of layers",
     ),
     features(
-        "gradient checkpointing",
+        "gradient checkpointing in training",
         run=trained,
         switch=lambda pipe: pipe.unet.enable_gradient_checkpointing(),
         exact=False,
-        note="gradients of a training step",
     ),
     Row("Modular Diffusers (SDXL)", modular, run_modular, {64: 8}),
 ]

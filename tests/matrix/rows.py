@@ -11,16 +11,20 @@ import pytest
 from packaging.version import Version
 from torch import Tensor
 
-Processor = Literal["", "same", "replaced", "reset", "error", "set", "none"]
+Processor = Literal["", "same", "replaced", "reset", "error"]
 
 
 def nothing(subject: Any) -> None:
-    """The switch of a row whose feature is the pipeline itself."""
+    """Switch nothing on, for rows whose feature is the pipeline itself."""
 
 
 def param(value: Any, sweep: bool = False, since: str = "0") -> Any:
-    """A parameter of a test, which `make test` leaves to `python -m tests.matrix --sweep` where
-    `sweep`, and which is skipped where diffusers is older than `since`.
+    """Return a parameter of a test.
+
+    Args:
+        value: The parameter.
+        sweep: If True, only `python -m tests.matrix --sweep` runs it.
+        since: It is skipped with an older diffusers.
     """
     name = getattr(value, "name", value)
     old = Version(diffusers.__version__) < Version(since)
@@ -48,15 +52,12 @@ class Row:
         exact: output after a switch in either order, and after undoing it, is bit-equal; else equal
             to rounding.
         modes: settings to merge by; each keeps half of the tokens.
-        processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "" is not looked
-            at; "same" as `apply_mame`; "replaced" by the feature, silently; "reset" to default
-            settings by it; "error" that tells to use `apply_mame`; "set", where the processor
-            exists but the row says in `one_liner` how it differs; "none", where there is no
-            `set_attn_processor`.
-        one_liner: the table's words where `processor` is "set".
+        processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "" is not checked;
+            "same" as `apply_mame`; "replaced" by the feature, silently; "reset" to default settings
+            by it; "error" that tells to use `apply_mame`.
+        one_liner: the table's words if `processor` is "".
         since: the first version of diffusers in which this works here without our code.
-        sweep: `make test` leaves it out, for it takes the way of another row.
-        note: for the table.
+        sweep: `make test` leaves it out, because another row runs the same code.
     """
 
     name: str
@@ -77,4 +78,3 @@ class Row:
     one_liner: str = ""
     since: str = "0"
     sweep: bool = False
-    note: str = ""

@@ -14,15 +14,12 @@ from tests.matrix.models.sweep import RECORD, classes
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
-KERNELS = {"PyTorch's": "PyTorch", "all but sage, flash (no mask)": "no Sage, Flash"}
-
-
 def features_table() -> Iterator[str]:
-    """What goes with merging on Stable Diffusion, and what becomes of the one-liner there."""
-    yield "| feature | `set_attn_processor` | note |"
-    yield "|---|---|---|"
+    """Yield the table of features of Stable Diffusion, with what becomes of the one-liner."""
+    yield "| feature | `set_attn_processor` |"
+    yield "|---|---|"
     for row in features.ROWS:
-        yield f"| {row.name} | {row.one_liner or row.processor} | {row.note} |"
+        yield f"| {row.name} | {row.one_liner or row.processor} |"
 
 
 def restores(recorded: str) -> str:
@@ -38,20 +35,16 @@ def restores(recorded: str) -> str:
 
 
 def denoisers() -> Iterator[str]:
-    """What merges and is restored in each family, as the sweep recorded it of every class of
-    diffusers, and what is refused for which reason.
-    """
+    """Yield what the sweep recorded of each family, and which classes are refused and why."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, found in sorted(record.items(), key=lambda one: (one[1]["family"].lower(), one[0])):
         cells = restores(found["mlp"]), restores(found["block"])
-        kernels = KERNELS.get(found["kernels"], found["kernels"])
-        rows.setdefault((found["family"], *cells, kernels), []).append(name)
-    yield "| family | classes | MLPs | blocks | kernels |"
-    yield "|---|---|---|---|---|"
-    for (family, mlps, blocks, kernels), names in rows.items():
-        first = family or "UNets, DiT, PixArt"
-        yield f"| {first} | {', '.join(names)} | {mlps} | {blocks} | {kernels} |"
+        rows.setdefault((found["family"], *cells), []).append(name)
+    yield "| family | classes | MLPs | blocks |"
+    yield "|---|---|---|---|"
+    for (family, mlps, blocks), names in rows.items():
+        yield f"| {family or 'UNets, DiT, PixArt'} | {', '.join(names)} | {mlps} | {blocks} |"
     yield ""
     left = ", ".join(name for name, found in sorted(record.items()) if not found["tau"])
     yield from wrap(f"`tau` merges nothing in {left}.", 100, break_on_hyphens=False)
@@ -71,13 +64,12 @@ def denoisers() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page with its tables as they are now: each stands between its mark and the next end."""
+    """Return the page with its tables as they are now, each between its mark and the next end."""
     text = PAGE.read_text(encoding="utf-8")
     tables = {
         "features": features_table(),
         "denoisers": denoisers(),
         "caches": caches.table(),
-        "caches of one model": caches.own_models(),
     }
     for name, lines in tables.items():
         start = text.index(f"<!-- {name} -->")

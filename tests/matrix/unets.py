@@ -14,7 +14,6 @@ from tests.matrix.rows import Row
 from tests.matrix.transformers import row
 
 LEVELS = {256: 3, 64: 4}  # what tiny_unet merges at its own size
-FRAMES = "attention over frames never merges"
 SQUARE = {"sample": noise(1, 4, 3, LATENT, LATENT)}  # whose sides a processor knows
 VIDEO = MODELS["UNetMotionModel"]
 MOTION = replace(VIDEO, inputs=lambda: {**VIDEO.inputs(), **SQUARE})
@@ -27,8 +26,6 @@ ROWS = [
         tiny_pipeline,
         partial(once, height=24, width=40),
         {240: 3, 60: 4},
-        processor="set",
-        one_liner="needs `size=(12, 20)`",
     ),
     Row(
         "ControlNet",
@@ -36,7 +33,6 @@ ROWS = [
         partial(once, image=noise(1, 3, SIDE, SIDE)),
         LEVELS,
         **SAME,
-        note="the UNet merges, the ControlNet does not",
     ),
     Row(
         "ControlNet merged too",
@@ -44,7 +40,6 @@ ROWS = [
         partial(once, image=noise(1, 3, SIDE, SIDE)),
         {256: 1, 64: 2},
         target=lambda pipe: pipe.controlnet,
-        note="`apply_mame(pipe.controlnet)`",
     ),
     Row("SDXL", sdxl, once, {64: 8}, **SAME),
     row(
@@ -52,19 +47,14 @@ ROWS = [
         KANDINSKY,
         {64: 4},
         modes={"keep": {"keep": 0.5}},
-        processor="set",
-        one_liner="nothing merges",
-        sweep=False,
-        note="by `keep` alone: the text's (added) keys stand first",
+        processor="",
     ),
-    row("Latent upscaler", LATENT_UPSCALER, {24: 4}, processor="", sweep=False, min_tokens=16),
-    row("AnimateDiff", MOTION, {256: 3, 64: 1}, processor="same", sweep=False, note=FRAMES),
+    row("Latent upscaler", LATENT_UPSCALER, {24: 4}, processor="", min_tokens=16),
+    row("AnimateDiff", MOTION, {256: 3, 64: 1}, processor="same"),
     row(
         "Stable Video Diffusion",
         "UNetSpatioTemporalConditionModel",
         {96: 3},
         processor="",
-        sweep=False,
-        note=FRAMES,
     ),
 ]

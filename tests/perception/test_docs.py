@@ -54,8 +54,8 @@ def test_flops_halved_at_3_6_and_9_are_those_counted_by_hand_and_of_the_document
     """Of ViT-Ti; larger ones take longer."""
     report = counted("ViT-Ti")
     kept = [197] * 3 + [99] * 3 + [50] * 3 + [26] * 3
-    assert [block.tokens_kept for block in report.blocks] == kept
-    merging = sum(block.merging for block in report.blocks)
+    assert [block.tokens_kept for block in report.layers] == kept
+    merging = sum(block.merging for block in report.layers)
     assert report.flops - merging == pytest.approx(0.62e9, abs=5e6)
     assert merging < 0.01 * report.flops
     small = {"ViT-Ti": encoders.ARCHITECTURES["ViT-Ti"]}

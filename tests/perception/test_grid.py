@@ -16,7 +16,7 @@ def test_a_grid_is_one_in_the_first_block_alone() -> None:
     handle = apply_encoder(model, keep=(0.25, 0.25), blocks=(0, 1))
     handle.capture()
     model(wide, interpolate_pos_encoding=True)
-    first, second = handle.report().blocks[:2]
+    first, second = handle.report().layers[:2]
     assert (first.tokens_kept, first.note) == (1 + 18, "")
     # every other one of rows of 12
     assert handle.plans()[0].kept[0, 1:9].tolist() == [1, 3, 5, 7, 9, 11, 25, 27]
@@ -24,7 +24,7 @@ def test_a_grid_is_one_in_the_first_block_alone() -> None:
     row = NAMED["ViTMAEModel"]
     handle = apply_encoder(row.build(), keep=0.5, blocks=2)
     row.call(handle.root, row.batch())
-    first, second = handle.report().blocks[:2]
+    first, second = handle.report().layers[:2]
     assert "height and width unknown" in first.note
     assert not second.note
 
@@ -37,7 +37,7 @@ def test_no_grid_where_whole_blocks_are_computed_again() -> None:
     for training in (True, False):
         handle.reset()
         VIT.call(model.train(training), VIT.batch())
-        assert bool(handle.report().blocks[1].note) == training
+        assert bool(handle.report().layers[1].note) == training
 
 
 @torch.no_grad()

@@ -115,11 +115,11 @@ def test_reports_the_operations_that_run_and_leaves_no_trace(
     patches = TOKENS.get(row.name, PATCHES)
     half = -(-patches // 2)
     tokens = [patches, *[half] * (DEPTH - 1), half // 2 + half % 2]
-    seen = [block.tokens_in for block in report.blocks] + [report.blocks[-1].tokens_kept]
+    seen = [block.tokens_in for block in report.layers] + [report.layers[-1].tokens_kept]
     assert seen == [row.prefix + count for count in tokens]
-    assert [block.merged for block in report.blocks] == [True, False, False, True]
+    assert [block.merged for block in report.layers] == [True, False, False, True]
     assert "GFLOPs" in str(report)
-    assert report.to_dict()["blocks"][0]["share"] == report.blocks[0].share
+    assert report.to_dict()["layers"][0]["share"] == report.layers[0].share
     assert list(model.state_dict()) == state
     handle.active = False
     same(counted(row, model, inputs)[0], before, rtol=0, atol=0)

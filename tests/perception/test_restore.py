@@ -14,54 +14,29 @@ from tests.builders.perception import DENSE, NAMED, PATCHES, TIMM, VIT, Row
 dense = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in DENSE])
 
 
+@pytest.mark.parametrize("fields", [{"keep": 0.6}, {"tau": 0.3}], ids=str)
 @torch.no_grad()
-def test_a_hidden_state_is_restored_by_the_blocks_before_it() -> None:
+def test_captured_plans_restore_what_the_model_restores(fields: dict[str, float]) -> None:
     model, inputs = VIT.build(), VIT.batch()
-    handle = apply_encoder(model, keep=0.6, blocks=(0, 2))
+    handle = apply_encoder(model, blocks=(0, 1, 3), restore=False, **fields)
     handle.capture()
-    states = model(**inputs, output_hidden_states=True).hidden_states
+    kept = model(**inputs, output_hidden_states=True).hidden_states[-1]
     plans = handle.plans()
-    assert torch.equal(handle.restore(states[1]), plans[0].restore(states[1]))
-    assert torch.equal(handle.restore(states[2]), plans[0].restore(states[2]))
-    assert torch.equal(handle.restore(states[4]), plans[0].restore(plans[2].restore(states[4])))
-    assert torch.equal(handle.restore(states[2], block=1), handle.restore(states[2]))
-    assert torch.equal(handle.restore(states[4], block=-1), handle.restore(states[4]))
-    for features, block in (
-        (states[0], None),
-        (states[0], 1),
-        (states[1], 3),
-        (states[4][:1], None),
-        (states[4].repeat(2, 1, 1), 3),
-    ):
-        with pytest.raises(ValueError, match=r"restore: expected a tensor of shape \[2, L', C\]"):
-            handle.restore(features, block)
-    assert torch.equal(handle.owners(-1), handle.owners())
-    with pytest.raises(ValueError, match="block: expected one from 0 to 3, or -1, got 4"):
-        handle.owners(4)
-    handle = apply_encoder(model, keep=0.6, blocks=(2,))
-    handle.capture()
-    first = model(**inputs, output_hidden_states=True).hidden_states[1]
-    assert handle.restore(first, block=0) is first, "nothing has merged before it"
-
-
-@pytest.mark.parametrize("row", [pytest.param(VIT, id=VIT.name), TIMM[0]])
-@torch.no_grad()
-def test_features_of_an_earlier_forward_are_refused(row: Row) -> None:
-    model: Any = row.build()
-    handle = apply_encoder(model, keep=0.6)
-    handle.capture()
-    features = (
-        (lambda **inputs: model.vit(**inputs).last_hidden_state)
-        if row is VIT
-        else lambda **inputs: model.forward_features(*inputs.values())
-    )
-    first, second = (features(**row.batch(seed=seed)) for seed in (0, 1))
-    handle.restore(second)
-    for earlier in (first, first[:, :, :8]):
-        with pytest.raises(
-            ValueError, match="expected features of the latest forward, got those of an earlier one"
-        ):
-            handle.restore(earlier)
+    assert [*plans] == [0, 1, 3]
+    whole = kept
+    for plan in reversed(plans.values()):
+        whole = plan.restore(whole)
+    places = torch.arange(PATCHES + 1).expand(2, -1)
+    for plan in plans.values():
+        places = places.gather(1, plan.kept.expand(2, -1))
+    assert places.shape == kept.shape[:2]
+    own = places.unsqueeze(-1).expand(-1, -1, kept.shape[2])
+    assert torch.equal(whole.gather(1, own), kept), "each token that stays is at its place"
+    handle.capture(False)
+    assert not handle.plans()
+    apply_encoder(model, blocks=(0, 1, 3), restore=True, **fields)
+    restored = model(**inputs, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(restored, whole)
 
 
 @dense
@@ -81,7 +56,7 @@ def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
     assert {name: value.shape for name, value in merged.items()} == {
         name: v.shape for name, v in before.items()
     }
-    assert handle.report().blocks[-1].tokens_kept < PATCHES
+    assert handle.report().layers[-1].tokens_kept < PATCHES
     assert not all(torch.allclose(value, before[name]) for name, value in merged.items())
     assert not handle._shared.now.plans, "no plan outlives the forward"
     with pytest.raises(ValueError, match="restore: expected True for"):

@@ -104,7 +104,7 @@ def test_tools_go_before_merging_or_after_it(tool: Callable[[Any], Any]) -> None
     report = counted.report()
     assert report.calls == 1
     assert 0.5 < report.share < 0.9
-    assert not report.blocks[0].note, "the first block has its grid"
+    assert not report.layers[0].note, "the first block has its grid"
     for model in (first, second):
         remove_encoder(model)
         assert not has_encoder_hooks(model)
@@ -180,7 +180,7 @@ def test_threads_compute_as_alone(fields: dict[str, Any]) -> None:
 
     def answer(number: int) -> tuple[Tensor, Tensor]:
         logits = model(images[number], interpolate_pos_encoding=True).logits
-        return logits, handle.owners()
+        return logits, handle.plans()[3].kept
 
     want = [answer(number) for number in range(4)]
     got: list[Any] = [None] * 4
@@ -277,11 +277,12 @@ def test_timm_s_feature_maps_have_every_token_at_its_place(
     vit(IMAGE)  # tokens as blocks leave them, restored by hand
     for hook in hooks:
         hook.remove()
-    for map_, block, tokens in zip(got, (1, 3), states, strict=True):
-        whole = handle.restore(tokens, block=block)
+    for map_, block, whole in zip(got, (1, 3), states, strict=True):
+        for number in sorted(handle.plans(), reverse=True):
+            whole = handle.plans()[number].restore(whole) if number <= block else whole
         whole = vit.norm(whole) if norm else whole
         torch.testing.assert_close(map_.flatten(2).mT, whole[:, handle.num_prefix_tokens :])
-    assert handle.report().blocks[-1].tokens_kept <= 20
+    assert handle.report().layers[-1].tokens_kept <= 20
     remove_encoder(model)
     assert all(map(torch.equal, maps(model), plain))
 
@@ -380,7 +381,7 @@ def test_convolutions_count_at_the_places_where_they_compute(
         if not active:
             lora(model, more=("proj",))
             handle.reset()
-    assert not handle.report().blocks[0].note, "the last convolution's grid is the patches'"
+    assert not handle.report().layers[0].note, "the last convolution's grid is the patches'"
 
 
 @torch.no_grad()
@@ -390,7 +391,7 @@ def test_a_model_that_lists_its_blocks_first_has_a_grid() -> None:
     model.vit.add_module("embeddings", embeddings)
     handle = apply_encoder(model)
     VIT.call(model, VIT.batch())
-    assert not handle.report().blocks[0].note
+    assert not handle.report().layers[0].note
 
 
 def put_anew(model: nn.Module) -> nn.Module:

@@ -39,8 +39,8 @@ from mame_sd.diffusion.layer import NO_SIZE, AttentionAdapter, LayerCall, Route
 
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 LAYER_SKIP = (
-    "diffusers' layer skip puts values instead of attention only where there are as many as"
-    " queries; tau goes with it"
+    "diffusers' layer skip replaces attention by the values only if there are as many as queries;"
+    " use tau with it"
 )
 NOT_PLAIN = (
     "{} may do more than attention, such as keep its map, which would be that of fewer tokens: give"
@@ -72,7 +72,7 @@ class SequenceAttention(AttentionAdapter):
         if not isinstance(hidden, Tensor) or hidden.dim() not in (
             (3,) if family.queries else (2, 3, 4)
         ):
-            return "input is no tokens [B, L, C]"
+            return "input is not tokens [B, L, C]"
         if hidden.dim() == 4:
             layout = Tokens((hidden.shape[-2], hidden.shape[-1]))
         if layout is None or layout.unknown:
@@ -213,7 +213,7 @@ def fixed_reason(attn: Any) -> str | None:
     The reason does not depend on the arguments of a call.
     """
     if not isinstance(attn, Attention):
-        return f"{type(attn).__name__} is no diffusers Attention"
+        return f"{type(attn).__name__} is not a diffusers Attention"
     reasons = {
         "cross-attention": attn.is_cross_attention or attn.only_cross_attention,
         "added keys and values": attn.added_kv_proj_dim is not None,
@@ -222,7 +222,7 @@ def fixed_reason(attn: Any) -> str | None:
         "normalises encoder states": attn.norm_cross,
         "linear attention": "Linear" in type(attn.processor).__name__,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _skips_scores(registry: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DModel
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
@@ -105,6 +106,33 @@ def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
     more = measured(3)
     assert told[0] == (6, 9), "two draws of three rows were there"
     assert more["ours"]["psnr"].n == 3
+
+
+def test_a_model_without_a_part_leaves_out_the_row_that_needs_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    unet = UNet2DModel(
+        in_channels=1, out_channels=1, block_out_channels=(8, 8), norm_num_groups=4,
+        layers_per_block=1, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
+    ).eval()  # fmt: skip
+
+    def sample(number: int, steps: int) -> Tensor:
+        noise = torch.randn(1, 1, 16, 16, generator=torch.Generator().manual_seed(number))
+        found: Tensor = unet(noise, 1).sample
+        return found
+
+    notes: list[str] = []
+    measured = measure_samples(
+        Sampler(unet, sample, {"name": "no MLP"}),
+        chosen_rows("baseline", ["mlp_keep=0.25", "keep=0.5,min_tokens=16"]),
+        draws=1,
+        steps=1,
+        record=tmp_path / "a.jsonl",
+        on_note=notes.append,
+    )
+    assert list(measured) == ["baseline", "keep=0.5,min_tokens=16"]
+    (note,) = notes
+    assert note.startswith("left out: mlp_keep=0.25 (merging: mlp_keep: expected ")
 
 
 def values(**means: float) -> dict[str, Value]:

@@ -30,6 +30,7 @@ from mame_sd.eval.rivals.plans import (
     means,
     random_cells,
     random_keys,
+    second_frames,
     strided,
     todo,
 )
@@ -38,7 +39,7 @@ from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.merging import NotApplicable
+from mame_sd.runs.merging import InstalledMerging, NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.sampling import sample
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny
@@ -164,17 +165,19 @@ def test_mean_attention_and_keys_alone_in_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
+    "method",
     [
-        *(row for row in all_rows() if isinstance(row.method, Rival)),
-        chosen_rows("random-fitted-0.25")[1],
+        *(r.method for r in all_rows() if isinstance(r.method, Rival) and not r.method.frames),
+        Rival("means", means, {"cell": (2, 2)}),
+        Rival("means, fitted", means, {"cell": (2, 2)}, fit_queries=128),
+        Rival("random keys, fitted", random_keys, {"share": 0.25}, fit_queries=128),
     ],
-    ids=lambda row: row.name,
+    ids=lambda method: method.name,
 )
-def test_every_method_merges_a_unet_and_leaves_no_trace(row: Any) -> None:
+def test_every_method_merges_a_unet_and_leaves_no_trace(method: Rival) -> None:
     unet = tiny_unet()
     plain = run_unet(unet, height=32, width=32)
-    with row.method.on(unet):
+    with method.on(unet):
         merged = run_unet(unet, height=32, width=32)
         assert run_unet(unet, height=8, width=8).isfinite().all(), "small layers are left alone"
     assert merged.isfinite().all()
@@ -206,9 +209,30 @@ def test_rivals_run_in_joint_attention_too(rival: Rival) -> None:
     assert torch.equal(row.run(model), plain)
 
 
+def test_every_second_frame_keeps_its_keys_in_videos_alone() -> None:
+    row = next(row for row in transformers.ROWS if row.name == "Wan (video)")
+    rival = Rival("second frames", second_frames, merge="kv", min_tokens=16, frames=True)
+    model = row.build()
+    plain = row.run(model)
+    with rival.on(model) as handle:
+        assert not torch.allclose(row.run(model), plain)
+        (level,) = InstalledMerging(handle).levels()
+    kept = second_frames(tokens((9, 4)), (3, 3, 4), draw).kept
+    assert kept.tolist() == [*range(12), *range(24, 36)]
+    assert level["tokens_in"] / 2 <= level["tokens_kept"] < level["tokens_in"]
+    unet = tiny_unet()
+    with rival.on(unet) as handle, pytest.warns(UserWarning, match="no frames"):
+        run_unet(unet, height=32, width=32)
+    with pytest.raises(UserError, match="no frames"):
+        InstalledMerging(handle).levels()
+
+
 @pytest.mark.parametrize(
     "method",
-    [tiny("random-2x2").method, pytest.param(ToMeSD(0.5), marks=rivals)],
+    [
+        Rival("cells", random_cells, {"cell": (2, 2)}, min_tokens=16),
+        pytest.param(ToMeSD(0.5), marks=rivals),
+    ],
     ids=["ours", "tomesd"],
 )
 def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(

@@ -59,8 +59,7 @@ def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) ->
             assert values[metric]["withheld"] == "N = 3, needs 100"
         for speed in (values["latency"], values["speedup"]):
             assert 0 < speed["low"] <= speed["mean"] <= speed["high"]
-        assert 0 < values["denoising"]["mean"] < values["latency"]["mean"]
-        assert 0 < values["memory_denoising"]["mean"] <= values["memory"]["mean"]
+        assert values["memory"]["mean"] > 0
     psnr = rows["mame-tau"]["values"]["psnr"]
     assert psnr["mean"] == pytest.approx(sum(rows["mame-tau"]["per_image"]["psnr"].values()) / 3)
     assert psnr["low"] < psnr["high"] < math.inf
@@ -98,7 +97,7 @@ def test_running_again_makes_nothing_again_and_mixes_no_figures_of_before(
     with pytest.raises(KeyboardInterrupt):
         benchmark(model, out, rows=every_row(), stage=interrupted).run()
     row = rows_of(out)["mame-default"]
-    costs = {"latency", "speedup", "denoising", "memory", "memory_denoising"}
+    costs = {"latency", "speedup", "memory"}
     assert set(row["values"]) == costs, "scores are those of another start"
     assert (row["measured"], row["per_image"]) == (True, {})
     benchmark(model, out, rows=every_row()).run()

@@ -24,34 +24,29 @@ def test_rows_are_chosen_by_name_and_by_number() -> None:
     def names(text: str | None) -> list[str]:
         return [row.name for row in chosen_rows(text)]
 
-    default = "baseline tomesd-25 tomesd-50 mame-0.7 mame-0.8 mame-default means-2x2 random-2x2"
-    assert names(None) == [*default.split(), "mean-attention"]
+    usual = "baseline mame-default fewer-1 copied-0.125 random-0.25 tomesd-50 toma-50 mame-0.8"
+    assert names(None) == [*usual.split(), "mean-attention"]
     assert [row.name for row in all_rows() if row.default] == ["mame-default"]
     config = row_named("mame-0.7").config["mame"]
     assert (config["tau"], config["keep"]) == (0.7, None)
-    assert names("default-.5, mame-default,default-5e-1,default-0.50") == [
+    assert names("random-.5, mame-default,random-5e-1,random-0.50") == [
         "baseline",
-        "default-0.5",
+        "random-0.5",
         "mame-default",
     ]
-    rows = chosen_rows("todo-2,default-0.5,fewer-2,random-0.25,random-fitted-.25,unfitted-0.25")[1:]
+    rows = chosen_rows("todo-2,fewer-2,random-0.25,unfitted-0.25")[1:]
     assert [(row.label, row.family) for row in rows] == [
         ("ToDo, one key of 2 × 2", "rival"),
-        ("MaMe, keep 0.5 of the keys", "mame"),
         ("two steps fewer", "rival"),
         ("0.25 of the keys at random", "rival"),
-        ("0.25 of the keys at random, fitted", "rival"),
         ("MaMe, keep 0.25 of the keys, not fitted", "mame"),
     ]
-    _, ours, fewer, _, fitted, unfitted = rows
-    assert ours.config["mame"]["keep"] == 0.5
+    _, fewer, _, unfitted = rows
     assert [fewer.sampling(GenerateSettings(steps=n)).steps for n in (10, 2)] == [8, 1]
     assert fewer.config == {"fewer_steps": 2}
-    assert fitted.config["rival"]["fit_queries"] == 128
     assert unfitted.config["mame"]["fit_queries"] == 0
     for name, expected in (
-        *((f"default-{n}", f" default-{n}: expected a share") for n in ("x", "0", "2")),
-        *((f"random-{n}", f" random-{n}: expected a share") for n in ("1", "fitted-no")),
+        *((f"random-{n}", f" random-{n}: expected a share") for n in ("x", "0", "1")),
         *((f"fewer-{n}", f" fewer-{n}: expected how many steps") for n in ("0", "x", "")),
         ("mame-default,tomesd-99", ": expected names of baseline, tomesd-25"),
     ):
@@ -86,7 +81,7 @@ def test_what_is_given_stands_over_the_suite() -> None:
         GenerateSettings(**suite.sampling({"steps": 3, "guidance": None}))
     sampling = paper.sampling({"steps": 3, "guidance": None})
     assert (sampling["steps"], sampling["guidance"], sampling["height"]) == (3, 7.5, 768)
-    with pytest.raises(UserError, match="--suite: expected one of quick, embedded, paper"):
+    with pytest.raises(UserError, match="--suite: expected one of quick, paper"):
         suite_named("huge")
 
 
@@ -95,9 +90,7 @@ def test_suites_find_their_prompts(tmp_path: Path) -> None:
     quick, file = suite_prompts(SUITES["quick"], every)
     assert len(quick) == 8
     assert file["name"] == "drawn with seed 0"
-    drawn, _ = suite_prompts(SUITES["embedded"], every)
-    assert len(drawn) == 128
-    assert all(prompt.text in subjects_by_caption() for prompt in [*quick, *drawn])
+    assert all(prompt.text in subjects_by_caption() for prompt in quick)
     others, file = suite_prompts(SUITES["quick"], every, held_out=True)
     assert not {prompt.text for prompt in others} & {prompt.text for prompt in quick}
     assert file["name"] == "drawn with seed 1"
@@ -119,7 +112,7 @@ def test_drawn_prompts_are_half_unseen_always_the_same_and_none_of_the_first() -
     assert len({prompt.text for prompt in drawn(captions, 651)}) == 651
     with pytest.raises(UserError, match="--num: expected at most 651 drawn prompts, got 652"):
         drawn(captions, 652)
-    scenes = suite_prompts(SUITES["embedded"], PromptOptions(num=64), "transformer")[0]
+    scenes = suite_prompts(SUITES["quick"], PromptOptions(num=64), "transformer")[0]
     first = {prompt.text for prompt in scenes}
     second = drawn(scenes_by_caption(), 64, 1, without=first)
     assert first < set(scenes_by_caption())

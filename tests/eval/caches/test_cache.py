@@ -1,4 +1,4 @@
-"""mame-sd-eval cache: texts, prompts, one measured passage, and the command on a tiny model."""
+"""mame-sd-eval cache: texts, one measured passage, and the command on a tiny model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.cases import (
-    Case,
-    half_of,
-    passages,
-    questions,
-    read_text,
-    text_files,
-)
-from mame_sd.eval.caches.measure import FULL, Meter, measure
+from mame_sd.eval.caches.cases import Case, half_of, passages, read_text, text_files
+from mame_sd.eval.caches.measure import Meter, measure
 from mame_sd.eval.caches.rows import all_rows
-from mame_sd.eval.caches.settings import TASKS
 from mame_sd.eval.caches.table import format_table, summary
 from mame_sd.eval.cli import app as cli
 from tests.builders.tokens import word_tokenizer
@@ -117,39 +109,9 @@ def test_markup_is_taken_off(tmp_path: Path) -> None:
         read_text(tmp_path / "none.txt")
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_answers_stand_in_the_context_and_not_in_the_question(task: str) -> None:
-    def letters(text: str) -> list[int]:
-        return [ord(c) for c in text]
-
-    for made in questions(task, letters, 3, 4500):
-        context, rest = ("".join(map(chr, t)) for t in (made.prompt, made.rest))
-        question, answer = rest[: -made.answer], rest[-made.answer :]
-        assert context.count(answer) == 1  # among the questions that are shown it isn't
-        assert answer not in question
-        assert 2000 < len(context) <= 4500
-    with pytest.raises(UserError, match=f"room for the task {task}"):
-        questions(task, letters, 1, 100)
-
-
-def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
-    ids = prompt(64)[0].tolist()
-    missing = [FULL, ("random", 0.5), ("h2o", 0.5)]
-    with Meter(tiny("llama")) as meter:
-        start = meter.prefill(ids)
-        right = int(meter.rest(start, start[0].seen, [5])[-1].argmax())
-        for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
-            asked = Case("needles-0", "needles", ids, [5, answer], 1)
-            found = list(measure(meter, all_rows(), asked, missing))
-            assert [name for (name, _), _ in found] == want
-            assert found[0][1] == {"right": answer == right}
-
-
 def test_scores_are_of_the_passage_that_is_asked() -> None:
     missing = [("kvzip", 0.25), ("h2o", 0.25)]
-    first, second = (
-        Case("a", "text", prompt(64, seed=seed)[0].tolist(), [3, 4, 5]) for seed in (0, 1)
-    )
+    first, second = (Case("a", prompt(64, seed=seed)[0].tolist(), [3, 4, 5]) for seed in (0, 1))
     with Meter(tiny("llama"), [3, 4]) as meter:
         rows = all_rows()
         list(measure(meter, rows, first, missing))
@@ -161,7 +123,7 @@ def test_a_table_says_who_is_best() -> None:
     cases = [{"row": "full", "share": 1.0, "kl": 0.0, "nll": 1.0, "kept": 1.0, "bytes": 1.0}]
     for row, kl in (("snapkv", 0.2), ("h2o", 0.1), ("ours", 0.05), ("random", 0.01)):
         cases.append({"row": row, "share": 0.25, "kl": kl, "nll": 1.1, "kept": 0.25, "bytes": 0.25})
-    results = [{"kind": "text", "case": f"t{i}", **case} for i in range(4) for case in cases]
+    results = [{"case": f"t{i}", **case} for i in range(4) for case in cases]
     ratio = summary(results)["ratios"][0]
     assert (ratio["row"], ratio["best"]) == ("ours", "h2o")  # random isn't published as a method
     assert ratio["ratio"] == pytest.approx(0.5)

@@ -52,7 +52,7 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
         with row.method(model) as calls:
             logits = model(**inputs).logits
             model.generate(**inputs, max_new_tokens=2, do_sample=False)
-            visual[name] = calls.report().visual_after
+            visual[name] = calls.report().layers[0].tokens_kept
         if name == "baseline":
             assert torch.equal(logits, before)
         assert torch.equal(model(**inputs).logits, before), name

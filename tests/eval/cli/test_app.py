@@ -51,7 +51,6 @@ BAD: dict[str, tuple[str, str]] = {
     "classify-data": ("classify --rows mame-0.8", "--data: expected a folder of class folders"),
     "cache-texts": ("cache --texts none", "--texts: expected a folder, found none at none"),
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
-    "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
     "caption-tokens": (
         "caption --data none --references none --tokens 0",
         "--tokens: expected at least 1, got 0",

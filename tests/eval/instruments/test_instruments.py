@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, apply_mame
@@ -113,6 +114,28 @@ def test_the_thumbnails_of_a_clip_are_its_first_and_last_frame() -> None:
     first, last = thumbnails_of(clip)[0]
     assert (first == 0.25).all()
     assert (last == 0.5).all()
+
+
+def test_clips_are_given_their_first_and_last_thumbnail_at_its_place() -> None:
+    instrument = tiny("video")
+    given = torch.rand(1, 2, 3, 8, 8)
+    frames = instrument.known_frames(given)
+    assert frames.shape == (1, 4, 8, 32, 32)
+    for at, thumbnail in ((0, given[:, 0]), (-1, given[:, 1])):
+        torch.testing.assert_close(F.avg_pool2d(frames[:, :3, at], 4), thumbnail)
+        assert (frames[:, 3, at] == 1).all()
+    assert not frames[:, :, 1:-1].any()
+
+
+def test_a_window_of_a_clip_is_given_the_part_of_its_place() -> None:
+    instrument, given = tiny("video"), torch.rand(1, 2, 3, 8, 8)
+    seen: list[Tensor] = []
+    instrument.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    noisy = torch.randn(1, 3, 8, 16, 16)
+    velocity = instrument(noisy, torch.ones(1), given, torch.ones(1), corner=(4, 10))
+    assert velocity.shape == noisy.shape
+    assert torch.equal(seen[0][:, :3], noisy)
+    assert torch.equal(seen[0][:, 3:], instrument.known_frames(given)[..., 4:20, 10:26])
 
 
 def test_context_tokens_say_colour_and_place() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+from torchmetrics.multimodal.clip_score import CLIPScore
+from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
@@ -95,6 +96,14 @@ def test_clip_image_cosine_laws(clip: Clip) -> None:
         clip_image_cosine(clip, b, a).tolist(), abs=1e-9
     )
     assert (clip_image_cosine(clip, a, b) < 0.9999).all()
+
+
+def test_torchmetrics_still_fails_with_transformers_5(clip_folder: Path) -> None:
+    """If this test fails, torchmetrics' CLIPScore may replace our code."""
+    kinds = (CLIPModel, CLIPProcessor)
+    score = CLIPScore(lambda: tuple(kind.from_pretrained(clip_folder) for kind in kinds))
+    with pytest.raises(AttributeError, match="no attribute 'norm'"):
+        score.update(torch.zeros(1, 3, 40, 40, dtype=torch.uint8), PROMPTS[:1])
 
 
 def test_clip_comes_from_weights_dir_checked(

@@ -140,7 +140,7 @@ def test_the_kernel_distance_is_torchmetrics_and_has_no_bias() -> None:
 
 
 def test_torchmetrics_still_can_not_do_what_own_code_is_for() -> None:
-    """Where this fails, torchmetrics may take the place of our code."""
+    """If this test fails, torchmetrics may replace our code."""
     a, b = seeded.feature_sets()
     kid = KernelInceptionDistance(feature=Given(a.shape[1]), subsets=1, subset_size=len(a))
     kid.update(a, real=True)

@@ -17,8 +17,13 @@ from torch import Tensor
 from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
 from mame_sd.errors import UserError
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.metrics.frechet import frechet_distance
+from mame_sd.eval.metrics.inception_score import inception_score
+from mame_sd.eval.metrics.kernel import kernel_distance
 from mame_sd.eval.networks import full_precision
 from mame_sd.eval.networks.extractors import DinoV2, Inception, load_inception, resize
+from mame_sd.eval.scoring import withheld
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
 from tests.builders import seeded
@@ -68,6 +73,38 @@ def test_inception_is_torch_fidelitys_whatever_lies_beside(
         Image.fromarray(picture).save(tmp_path / f"{number}.png")
     turned = extractor([tmp_path / "1.png", tmp_path / "0.png"]).features
     assert torch.equal(turned.flip(0), extractor(small).features), "order and neighbours"
+
+
+def test_the_command_scores_where_the_weights_are_given(
+    published: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """FID, KID and the Inception score by the real network, on few images and seeded weights."""
+    monkeypatch.setattr(withheld, "MIN_IMAGES", 2)
+    drawn = {
+        name: [seeded.picture(f"{name} {i}", 20, 30) for i in range(2)] for name in ("a", "b", "c")
+    }
+    for name, pictures in drawn.items():
+        (tmp_path / name).mkdir()
+        for number, picture in enumerate(pictures):
+            Image.fromarray(picture).save(tmp_path / name / f"{number}.png")
+    line = ["score", str(tmp_path / "a"), str(tmp_path / "b"), "--reference", str(tmp_path / "c")]
+    line += ["--metrics", "fid,kid,is,fid_to_baseline", "--weights-dir", str(published)]
+    assert cli.run([*line, "--offline", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    means = {name: value["mean"] for name, value in found["metrics"].items()}
+    seen = {name: load_inception(published)(pictures) for name, pictures in drawn.items()}
+    b = seen["b"]
+    assert means == {
+        "fid": pytest.approx(frechet_distance(b.features, seen["c"].features)),
+        "kid": pytest.approx(1000 * kernel_distance(b.features, seen["c"].features)),
+        "is": pytest.approx(inception_score(b.logits, 1)[0]),
+        "fid_to_baseline": pytest.approx(frechet_distance(b.features, seen["a"].features)),
+    }
+    network = found["manifest"]["networks"]["inception-fid"]
+    assert (network["name"], network["resize"]) == ("Inception", "clean-fid bicubic 299")
 
 
 @pytest.mark.parametrize("side", [299, 50])

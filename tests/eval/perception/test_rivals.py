@@ -128,7 +128,7 @@ def test_tome_in_a_vit_is_that_of_plain_loops(r: int) -> None:
     model, pixels = VIT.build().double(), VIT.batch()["pixel_values"].double()
     with rival_on(model, ToMe(r)) as handle:
         got = model(pixels).last_hidden_state
-        kept = [block.tokens_kept for block in handle.report().blocks]
+        kept = [block.tokens_kept for block in handle.report().layers]
     # of 37 tokens, never more than half of the patches
     assert kept == ([32, 27, 22, 17] if r == 5 else [25, 13, 7, 4])
     torch.testing.assert_close(got, vit_by_loops(model, pixels, r))
@@ -209,7 +209,7 @@ def test_flops_are_those_of_the_operations_that_run_and_the_model_is_left_as_it_
             hook.remove()
         report = handle.report()
     assert report.flops == counter.get_total_flops() / 2
-    left, whole = report.blocks[-1].tokens_kept, report.blocks[0].tokens_in
+    left, whole = report.layers[-1].tokens_kept, report.layers[0].tokens_in
     assert left < whole or (type(rule) is Rule and left == whole)
     assert own.installed, "merging that was on it is back"
     own.remove()
@@ -228,7 +228,7 @@ def test_smaller_images(row: Row) -> None:
     with smaller(SIDE // 2).counting(model) as handle:
         row.call(model, inputs)
         left = 6 if "noise" in inputs else PATCHES // 4
-        assert handle.report().blocks[0].tokens_in == row.prefix + left
+        assert handle.report().layers[0].tokens_in == row.prefix + left
     if "noise" not in inputs:
         with on_smaller_images(model, SIDE):
             same = row.call(model, inputs)

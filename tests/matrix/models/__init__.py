@@ -1,3 +1,1 @@
-"""Every denoiser of diffusers at tiny size, its inputs, and what becomes of it (`python -m
-tests.matrix --sweep`).
-"""
+"""Every denoiser of diffusers at tiny size, its inputs, and what merges and is restored in it."""

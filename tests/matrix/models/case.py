@@ -111,8 +111,15 @@ def case(
     small: dict[str, Any] = SMALL,
     **more: Any,
 ) -> Case:
-    """A case of a class built from `more`, and from those of `small` that it takes. `inputs` gives
-    what is special in a call.
+    """Make a case of a class.
+
+    Args:
+        name: The class.
+        inputs: Returns what is special in a call.
+        image: See `Case`.
+        text: See `Case`.
+        small: Values for the arguments that the class takes.
+        more: Further arguments of the class.
     """
 
     def build() -> Any:

@@ -125,7 +125,7 @@ def z_image(**more: Any) -> Case:
 
 
 def z_control() -> nn.Module:
-    """A ControlNet of Z-Image, with the parts that it borrows from its transformer."""
+    """Build a ControlNet of Z-Image with the parts that it borrows from its transformer."""
     own = case(
         "ZImageControlNetModel",
         dim=32,
@@ -139,8 +139,9 @@ def z_control() -> nn.Module:
 
 
 def omni() -> dict[str, Any]:
-    """Z-Image with a reference image: captions of 7 and 5 tokens, images of 24 and 96, what SigLIP
-    sees of the first.
+    """Return inputs of Z-Image with a reference image.
+
+    Captions have 7 and 5 tokens, images 24 and 96, and SigLIP's features belong to the first.
     """
     reference, image = normal(4, 1, H, W), normal(4, 1, 2 * H, 2 * W, seed=1)
     return {
@@ -153,7 +154,7 @@ def omni() -> dict[str, Any]:
 
 
 def hidream() -> dict[str, Any]:
-    """An image that is no square: filled up to the largest."""
+    """Return inputs with an image that isn't square; the model pads it to its largest size."""
     return {
         "encoder_hidden_states_t5": normal(2, TEXT, 16),
         "encoder_hidden_states_llama3": normal(2, 2, TEXT, 16),

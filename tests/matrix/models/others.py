@@ -30,7 +30,7 @@ LATENTS = {"sample": normal(2, 4, H, W), "encoder_hidden_states": normal(2, TEXT
 def unet(
     name: str, inputs: Callable[[], dict[str, Any]] = lambda: LATENTS, kind: str = "2D", **more: Any
 ) -> Case:
-    """A case of two levels, attention in the first; `kind` ends the names of its blocks."""
+    """Make a case of two levels, with attention in the first; `kind` ends its blocks' names."""
     blocks = {
         "down_block_types": (f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"),
         "up_block_types": (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}"),
@@ -39,7 +39,7 @@ def unet(
 
 
 def tiny(more: dict[str, Any], **config: Any) -> Case:
-    """A case of `tiny_unet`, called with `more` than its usual inputs."""
+    """Make a case of `tiny_unet`, called with `more` over its usual inputs."""
     build = partial(tiny_unet, **config)
     inputs = {**unet_inputs(tiny_unet()), **more}
     return Case("UNet2DConditionModel", build, lambda: inputs, "")

@@ -1,7 +1,7 @@
-"""A probe of where a model's image is among the keys of its attention: change one slice of the
-latents, see which keys move.
+"""Find a model's image among the keys of its attention.
 
-Attention gives zeros meanwhile, so that a change stays with its own tokens through all layers.
+The probe changes one slice of the latents, and looks which keys move. Attention gives zeros
+meanwhile, so that a change stays with its own tokens through all layers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ AXES = "THW"
 
 
 def check_probe(case: Case, model: nn.Module) -> None:
-    """Asserts that the keys which move are those that the family says, for a slice of each axis and
-    a text token.
+    """Check that the keys that move are those that the family says.
+
+    One slice of each axis and one text token are changed.
     """
     with _apart(model) as run:
         before, size = run(case.inputs())
@@ -49,8 +50,10 @@ def check_probe(case: Case, model: nn.Module) -> None:
 
 @contextmanager
 def _apart(model: nn.Module) -> Iterator[Any]:
-    """Runs the model with attention that gives zeros: the calls that merge, and (t, h, w) or (h,
-    w).
+    """Run the model with attention that gives zeros.
+
+    Yields:
+        A function that returns the calls that merge, and (t, h, w) or (h, w).
     """
     handle = apply_mame(model, keep=0.5, min_tokens=1)
 
@@ -78,7 +81,7 @@ def _split(was: Merged, now: Merged) -> tuple[Tensor, Tensor]:
 def _slice_changed(
     case: Case, inputs: dict[str, Any], axis: str, sides: dict[str, int]
 ) -> dict[str, Any]:
-    """`inputs` with the second slice of tokens along `axis` changed."""
+    """Return `inputs` with the second slice of tokens along `axis` changed."""
     name, dims = case.image.split()
     value = copy.deepcopy(inputs[name])
     listed = isinstance(value, list)
@@ -99,7 +102,7 @@ def _slice_changed(
 
 
 def _text_changed(inputs: dict[str, Any], name: str) -> dict[str, Any]:
-    """`inputs` with the third token of the text changed."""
+    """Return `inputs` with the third token of the text changed."""
     value = copy.deepcopy(inputs[name])
     for text in value:  # of each sample
         text[2] += 1

@@ -1,6 +1,4 @@
-"""Every tiny model of a class of diffusers, by its class: the sweep, the matrix's rows and other
-tests take theirs from here.
-"""
+"""Every tiny model of a class of diffusers, by its class."""
 
 from __future__ import annotations
 

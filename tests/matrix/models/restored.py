@@ -1,5 +1,7 @@
-"""What is restored in a tiny model, and that it is exact: a restored MLP or block gives what it
-gives without restoring for the chosen tokens and for those that are not the image's.
+"""Check what is restored in a tiny model.
+
+For the chosen tokens, and for tokens that are not the image's, the output of a restored MLP or
+block must equal its output without restoring.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame
 from mame_sd.core.restore import ChosenTokens
-from mame_sd.diffusion.layer import MergedForward
-from mame_sd.diffusion.restoring import BlockHook, FusedOutHook, MLPHook, RestoreHook
+from mame_sd.diffusion.fused_mlp import FusedOutHook
+from mame_sd.diffusion.restoring import BlockHook, MLPHook, RestoreHook, TokensCall
 from mame_sd.diffusion.rows import image_start, running_fused_mlp, running_rows
 from tests.matrix.models.case import Case
 
@@ -27,17 +29,17 @@ SETTINGS = {"mlp": "mlp_keep", "block": "block_keep"}
 
 @dataclass(eq=False)
 class Restored:
-    """One call that was restored.
+    """Record one call that was restored.
 
     Attributes:
         hook: the hook of the module.
         chosen: the chosen tokens.
-        start: where the image's tokens begin in the module's input.
-        length: how many tokens that input has.
+        start: position of the image's first token in the module's input.
+        length: number of tokens of that input.
         x: what is added to the fit for the image's tokens: a block's input, or the attention's
             part of a projection that it shares with an MLP.
-        output: what the call gave.
-        plain: what the call gives for the same arguments where nothing is restored.
+        output: output of the call.
+        plain: output for the same arguments without restoring.
     """
 
     hook: RestoreHook
@@ -80,10 +82,11 @@ class Restored:
 
 @contextmanager
 def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[list[Restored]]:
-    """Note each call of a handle's modules that is restored while the block runs.
+    """Record each call of a handle's modules that is restored while the block runs.
 
     Args:
-        split: takes, for each projection out of attention and MLP, whether its input is the
+        handle: The handle.
+        split: Takes, for each projection out of attention and MLP, whether its input is the
             attention's and then the MLP's, which is zero for tokens that were not chosen.
     """
     split = [] if split is None else split
@@ -97,25 +100,23 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
         return latest[self]
 
     def compared(kind: type[RestoreHook]) -> Any:
-        call = kind.call
+        compute = kind.output
 
-        def both(self: Any, entry: MergedForward, args: Any, kwargs: Any) -> Any:
+        def both(self: Any, call: TokensCall) -> Any:
             latest.pop(self, None)
             calls = self.stats.totals()
-            output = call(self, entry, args, kwargs)
+            output = compute(self, call)
             restored = (
                 self.stats.totals() != calls and not self.stats.last_reason and self in latest
             )
             if not restored or running_rows() is not None:
                 return output
-            given = [*args, *kwargs.values()]
-            x = next(t for t in given if isinstance(t, Tensor))
-            x = x.transpose(0, 1) if self.family.sequence_first else x
+            x = call.x.transpose(0, 1) if self.family.sequence_first else call.x
             chosen, setting = latest[self], shared.setting
             whole = setting.config.replace(mlp_keep=1, block_keep=1)
             shared.setting = replace(setting, config=whole, of_layer={})
             try:
-                plain = entry.inner(*args, **kwargs)
+                plain = call.run()
             finally:
                 shared.setting = setting
             start = self.start(self.layout(), x) or 0
@@ -123,30 +124,30 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
             found.append(Restored(self, chosen, start, x.shape[1], image, output, plain))
             return output
 
-        return mock.patch.object(kind, "call", both)
+        return mock.patch.object(kind, "output", both)
 
-    def projected(self: Any, entry: MergedForward, args: Any, kwargs: Any) -> Any:
+    def projected(self: Any, call: TokensCall) -> Any:
         """Compare a projection out of attention and MLP with attention's part of it."""
         running = running_fused_mlp()
         rows = None if running is None else running.rows
-        output = project(self, entry, args, kwargs)
+        output = project(self, call)
         if rows is not None:
-            (x,), chosen = args, rows.chosen
-            width = entry.module.out_features
+            x, chosen = call.x, rows.chosen
+            linear: Any = call.module
+            width = linear.out_features
             start = image_start(rows.tokens, x)
             image = x[:, start : start + chosen.tokens_in]
             others = torch.ones(image.shape[:2]).scatter(1, chosen.at, 0)
             split.append(not image[..., width:][others > 0].any() and x[..., :width].any())
-            attention = entry.inner(F.pad(x[..., :width], (0, x.shape[-1] - width)))
+            attention = call.run(F.pad(x[..., :width], (0, x.shape[-1] - width)))
             added = attention[:, start : start + chosen.tokens_in]
-            call = Restored(self, chosen, start, x.shape[1], added, output, entry.inner(x))
-            found.append(call)
+            found.append(Restored(self, chosen, start, x.shape[1], added, output, call.run()))
         return output
 
-    project = FusedOutHook.call
+    project = FusedOutHook.output
     with (
         mock.patch.object(RestoreHook, "choose", noted),
-        mock.patch.object(FusedOutHook, "call", projected),
+        mock.patch.object(FusedOutHook, "output", projected),
         compared(MLPHook),
         compared(BlockHook),
     ):

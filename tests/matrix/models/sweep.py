@@ -1,6 +1,4 @@
-"""All classes of the installed diffusers that may denoise, and what `apply_mame` makes of each:
-`python -m tests.matrix --sweep`.
-"""
+"""All classes of diffusers that may denoise, and what `apply_mame` makes of each."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 
 from mame_sd import NothingMergedError, apply_mame
 from mame_sd.diffusion.families.transformers import family_of
-from tests.matrix import backends
 from tests.matrix.models.case import Case
 from tests.matrix.models.registry import CASES
 from tests.matrix.models.restored import SETTINGS, restored_of
@@ -41,8 +38,10 @@ def classes() -> set[str]:
 
 
 def outcome(case: Case, model: nn.Module) -> dict[str, Any]:
-    """What merging does there: by `keep` to half of the keys, whether `tau` merges the same layers,
-    and how many MLPs and blocks are restored. `keep` stays on.
+    """Return what merges and is restored in a model. `keep` stays on.
+
+    That is by `keep` half of the keys, whether `tau` merges the same layers, and how many MLPs and
+    blocks are restored.
     """
     restored = {kind: restored_of(case, model, kind) for kind in SETTINGS}
     handle = apply_mame(model, keep=0.5, min_tokens=1)
@@ -69,12 +68,6 @@ def outcome(case: Case, model: nn.Module) -> dict[str, Any]:
     return found | restored
 
 
-def kernels_of(case: Case, model: nn.Module) -> str:
-    """Which kernels of the dispatcher get its merged keys."""
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
-    return backends.of_model(lambda: tensors_of(model, case), handle)
-
-
 def tensors_of(model: nn.Module, case: Case) -> list[Tensor]:
     """All tensors that a call gives."""
     with torch.no_grad():
@@ -83,7 +76,7 @@ def tensors_of(model: nn.Module, case: Case) -> list[Tensor]:
 
 
 def flat(value: Any) -> list[Tensor]:
-    """The tensors in what a call takes or gives."""
+    """Return the tensors in what a call takes or gives."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -92,10 +85,10 @@ def flat(value: Any) -> list[Tensor]:
 
 
 def sweep() -> None:
-    """Runs every case and writes the record."""
+    """Run every case and write the record."""
     record = {}
     for case in CASES:
         model = case.build().eval()
-        record[case.name] = outcome(case, model) | {"kernels": kernels_of(case, model)}
+        record[case.name] = outcome(case, model)
         print(f"{case.name}: {record[case.name]}", flush=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

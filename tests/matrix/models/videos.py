@@ -17,7 +17,7 @@ BCTHW = "hidden_states BCTHW"
 
 
 def masked(**more: Any) -> Any:
-    """The second sample's text is shorter."""
+    """Return inputs with a shorter text in the second sample."""
     mask = torch.ones(2, TEXT)
     mask[1, -2:] = 0
     return lambda: {"encoder_attention_mask": mask, **more}
@@ -112,8 +112,9 @@ COSMOS_CONTROL = case(
 
 
 def cosmos_control() -> nn.Module:
-    """It resizes its padding mask by torchvision, which need not be there: the nearest values are
-    these.
+    """Build a ControlNet of Cosmos without torchvision.
+
+    It resizes its padding mask by torchvision's nearest interpolation.
     """
     from diffusers.models.controlnets import controlnet_cosmos
 

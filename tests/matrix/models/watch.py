@@ -1,6 +1,4 @@
-"""What a tiny model's attention is called with: all keys, or those of layers that merge and where
-their image is.
-"""
+"""What a tiny model's attention is called with: all keys, or those of layers that merge."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ def latest_plans() -> Iterator[dict[str, Any]]:
 
 
 def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
-    """The output and the values of such a call in float64, token by token, from its groups."""
+    """Compute the output and the values of a call in float64, token by token, from its groups."""
     call, job = merged.call, merged.job
     shift = merged.first - job.grids[0].start
     images = [
@@ -149,7 +147,7 @@ def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
 
 
 def check_by_loop(merged: Merged) -> None:
-    """Asserts that the kernel is given the loop's values, and gives the loop's output."""
+    """Check that the kernel is given the loop's values, and gives the loop's output."""
     output, values = by_loop(merged)
     # The direction that carries sizes is solved for in fp32, to three digits.
     far = 1 if merged.counted else 50

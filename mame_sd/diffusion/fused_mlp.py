@@ -1,0 +1,159 @@
+"""Restore MLPs that share their projections with the attention, in single-stream blocks.
+
+FLUX's single-stream blocks compute `proj_out([attention | act(proj_mlp(x))])`. Flux 2 has one
+projection for queries, keys, values and the MLP, too. There is no module around the MLP alone. So
+the block enters a `FusedMLPMode` (`FusedMLP`), the projection into the MLP chooses tokens and
+computes the MLP's columns on them (`FusedInHook`), and the projection out of both takes the chosen
+tokens from the mode, and restores the MLP's part of its output (`FusedOutHook`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mame_sd.diffusion.context import Tokens
+from mame_sd.diffusion.hook_registry import is_hooked
+from mame_sd.diffusion.restoring import CACHED, PartHook, RestoringForward, TokensCall, has_cache
+from mame_sd.diffusion.rows import FusedMLPMode, Rows, running_fused_mlp, running_rows
+
+NOT_PLAIN = "its projection of queries, keys and MLP has a LoRA or is quantised"
+REPLACED = "another tool has replaced or hooked its projection, as a LoRA added later"
+
+
+class FusedInHook(PartHook):
+    """Compute the projection into an MLP on a few tokens; all others get zeros.
+
+    `FusedOutHook` does not read the zeros.
+
+    Attributes:
+        ahead: number of columns ahead of the MLP's, which are computed on all tokens.
+    """
+
+    keep_of = "mlp_share"
+    for_mlps = True
+    ahead = 0
+
+    def output(self, call: TokensCall) -> Any:
+        """See `RestoreHook`."""
+        running, config = running_fused_mlp(), self.config
+        if running is None or config is None or running_rows() is not None:
+            return call.run() if self.ahead else super().output(call)
+        if (found := self.chosen(call, call.x, config)) is None:
+            return call.run()
+        chosen, tokens, start = found
+        running.rows = rows = Rows(chosen, tokens)
+        part = rows.take(call.x, start)
+        assert part is not None
+        self.stats.merged((chosen,), tokens.size)
+        if not self.ahead:
+            return rows.put(call.run(part), call.x, start)
+        linear: Any = call.module
+        weight, bias = linear.weight, linear.bias
+        biases = (None, None) if bias is None else (bias[: self.ahead], bias[self.ahead :])
+        y = F.linear(call.x, weight[: self.ahead], biases[0])
+        mlp = rows.put(F.linear(part, weight[self.ahead :], biases[1]), call.x, start)
+        return torch.cat([y, mlp], -1)
+
+    def refused(self, call: TokensCall, tokens: Tokens) -> str:
+        """See `RestoreHook`."""
+        return NOT_PLAIN if self.ahead and not _is_plain(call) else ""
+
+
+class FusedOutHook(PartHook):
+    """Compute `proj_out([attention | mlp])`, where the MLP was computed on a few tokens.
+
+    The projection is linear: the attention's columns are computed on all tokens, the MLP's on the
+    chosen ones, and their output is restored.
+    """
+
+    for_mlps = True
+
+    def output(self, call: TokensCall) -> Any:
+        """See `RestoreHook`."""
+        running = running_fused_mlp()
+        if running is None or running.rows is None:
+            return super().output(call)
+        rows, running.rows = running.rows, None
+        linear: Any = call.module
+        width: int = linear.out_features  # of the attention's output, too
+        x, part = call.x, rows.take(call.x)
+        assert part is not None
+        if _is_plain(call):
+            y = F.linear(x[..., :width], linear.weight[:, :width], linear.bias)
+            f = F.linear(part[..., width:], linear.weight[:, width:])
+        else:  # a LoRA, or quantised weights: any linear map
+            y = call.run(F.pad(x[..., :width], (0, x.shape[-1] - width)))
+            f = call.run(part) - rows.take(y)
+        return y + rows.restore(f)
+
+
+class FusedMLP:
+    """Compute calls of a block on all tokens, but for the MLP that the block fuses with attention.
+
+    Args:
+        hook: the hook on the projection into the MLP.
+        into: path of that projection in the block.
+        out: path of the projection out of attention and MLP.
+    """
+
+    def __init__(self, hook: FusedInHook, into: str, out: str) -> None:
+        self.hook, self.into, self.out = hook, into, out
+
+    def output(self, call: TokensCall) -> Any:
+        """Return the block's output."""
+        hook = self.hook
+        if hook.config is None or hook.config.mlp_share == 1:
+            return call.run()
+        reason = self._reason(call.module)
+        if not reason:
+            with FusedMLPMode() as running:
+                output = call.run()
+            if running.rows is None:
+                return output
+            reason = REPLACED  # nothing took the rows: another module projected out
+            if not torch.compiler.is_compiling():
+                hook.never = reason
+        hook.left_alone(reason, call.x)
+        return call.run()
+
+    def _reason(self, block: nn.Module) -> str:
+        """Return why the MLP can't be restored as the projections are now. Empty if it can."""
+        into, out = module_at(block, self.into), module_at(block, self.out)
+        # A LoRA added later may wrap the projection in: the computed rows stay right.
+        hooked = is_hooked(into) or is_hooked(getattr(into, "base_layer", None))
+        if not (hooked and is_hooked(out) and _is_outermost(out)):
+            return REPLACED
+        return CACHED if any(map(has_cache, (into, out))) else ""
+
+
+def module_at(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path, or None if there is none."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _is_plain(call: TokensCall) -> bool:
+    """Return True if a module multiplies by its `weight`, adds its `bias`, and does no more."""
+    weight = getattr(call.module, "weight", None)
+    forward = getattr(call.forward, "__func__", None)
+    return forward is nn.Linear.forward and type(weight) in (Tensor, nn.Parameter)
+
+
+def _is_outermost(module: nn.Module | None) -> bool:
+    """Return True if nothing but offloading is around the hook on a module.
+
+    A LoRA that another tool puts around the module would read zeros for tokens that are not chosen.
+    """
+    if module is None or torch.compiler.is_compiling():
+        return module is not None
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    around = vars(module).get("forward")
+    own = isinstance(getattr(around, "__self__", None), RestoringForward)
+    return own or hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
