@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import check_folder
 from mame_sd.runs.options import option
 
 from ..tables import named
@@ -42,6 +43,8 @@ class CacheSettings:
     )
 
     def __post_init__(self) -> None:
+        check_folder("--texts", self.texts)
+        check_folder("--weights-dir", self.weights_dir)
         limits = (("num", 1), ("length", 64), ("rest", 2))
         for name, least in limits:
             value = getattr(self, name)
