@@ -1,14 +1,14 @@
-"""Where restoring by a fit may fail: what a picture shows, its size, and the steps that merge.
+"""Where restoring by a fit may fail: content, guidance, first and last steps, other sizes.
 
     python -m benchmarks.restoring_limits contents --pack photographs.npz
     python -m benchmarks.restoring_limits contents --pack photographs.npz --begin 0.6
-    python -m benchmarks.restoring_limits steps
+    python -m benchmarks.restoring_limits contents --pack photographs.npz --guidance 2 --side 82
+    python -m benchmarks.restoring_limits steps --guidance 1
 
 `contents` adds noise to crops of held-out photographs, and the transformer of photographs denoises
-them in four steps. `steps` is about the embedded transformer: with and without guidance, merged in
-some of the four steps, and at other sizes. Cells are means over samples of the PSNR to the unmerged
-sample, in dB; in brackets that of the pixels of the text or the dots alone.
-`scripts.training.train_photographs --prepare` makes the pack.
+them in four steps. `steps` merges in some of the four steps of the embedded transformer. Cells are
+means over samples of the PSNR to the unmerged sample, in dB; in brackets that of the pixels of the
+text or of the single pixels alone. `scripts.training.train_photographs --prepare` makes the pack.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from mame_sd.eval.benchmark.bench import installed
 from mame_sd.eval.benchmark.prompts import drawn
 from mame_sd.eval.benchmark.rows import BASELINE, chosen_rows
 from mame_sd.eval.instruments.flow import guided_velocity
-from mame_sd.eval.instruments.models import Instrument, load_instrument, thumbnails_of
+from mame_sd.eval.instruments.models import THUMBNAIL, Instrument, load_instrument
 from mame_sd.eval.tables import markdown_table
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt
 from scripts.training.photographs import read_pack
 
-SIDE = 64  # pixels of the instrument's samples; a token is 2 x 2
+TRAINED = 64  # pixels a side of the instrument's samples; a token is 2 x 2
 STEPS = 4
 WORDS = ("SALE 20% off", "Exit 14 B", "milk & tea", "No entry", "open 9-17", "42 km/h", "Roma")
 DOTS = 8  # pixels of a picture that differ from all around them
-SIZES = ((256, 256), (128, 512), (296, 424))  # pixels; a token of the transformer is 8 x 8
 
 
 @dataclass(frozen=True)
@@ -80,30 +79,28 @@ def crops(pack: Path, count: int, side: int) -> Tensor:
     return torch.from_numpy(np.stack(cut)).movedim(-1, 1).float() / 127.5 - 1
 
 
-def contents(pack: Path, count: int) -> Iterator[Clean]:
-    """Yield the flattest and the most textured third of some crops, text, dots and noise."""
-    found = crops(pack, 3 * count, SIDE)
+def contents(pack: Path, count: int, side: int = TRAINED) -> Iterator[Clean]:
+    """Yield the flattest and the most textured third of some crops, text and single pixels."""
+    found = crops(pack, 3 * count, side)
     texture = sum(found.diff(dim=dim).square().mean((1, 2, 3)) for dim in (2, 3))
     found = found[texture.argsort()]
     flat, textured = found[:count], found[-count:]
-    text = torch.stack([_text(number) for number in range(count)])
-    dots = torch.zeros(count, SIDE // 2, SIDE // 2)
+    text = torch.stack([_text(number, side) for number in range(count)])
+    dots = torch.zeros(count, side // 2, side // 2)
     at = torch.rand(dots.flatten(1).shape, generator=torch.Generator().manual_seed(0)).argsort()
     dots.flatten(1).scatter_(1, at[:, :DOTS], 1)
     dots = F.pad(dots[..., None, None], (0, 1, 0, 1)).transpose(2, 3).reshape(text.shape)
     far = -flat.mean((1, 2, 3), keepdim=True).sign()  # white on dark pictures, black on bright ones
-    noise = torch.rand(flat.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    yield Clean("flattest third", flat, thumbnails_of(flat))
-    yield Clean("most textured third", textured, thumbnails_of(textured))
+    yield Clean("flattest third", flat, thumbnails(flat))
+    yield Clean("most textured third", textured, thumbnails(textured))
     for label, mask in (("text", text), ("single pixels", dots)):
         drawn = torch.lerp(flat, far.expand_as(flat), mask[:, None])
-        yield Clean(f"{label} on the flattest", drawn, thumbnails_of(drawn), mask > 0.1)
-    yield Clean("each pixel random", noise, thumbnails_of(noise))
+        yield Clean(f"{label} on the flattest", drawn, thumbnails(drawn), mask > 0.1)
 
 
-def _text(number: int) -> Tensor:
-    """Return the coverage [SIDE, SIDE] of five lines of text."""
-    page = Image.new("L", (SIDE, SIDE))
+def _text(number: int, side: int) -> Tensor:
+    """Return the coverage [side, side] of five lines of text."""
+    page = Image.new("L", (side, side))
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(10)
     for line in range(5):
         word = WORDS[(number + 3 * line) % len(WORDS)]
@@ -111,9 +108,16 @@ def _text(number: int) -> Tensor:
     return torch.from_numpy(np.array(page)).float() / 255
 
 
+def thumbnails(images: Tensor) -> Tensor:
+    """Return the condition of square images of any size: [N, 1, 3, 8, 8]."""
+    return F.adaptive_avg_pool2d(images, THUMBNAIL).unsqueeze(1)
+
+
 def spread_positions(model: Any, side: int) -> None:
     """Interpolate the model's positions so that a square of `side` tokens spans the old one."""
     embed = model.pos_embed
+    if side == embed.pos_embed_max_size:
+        return
     old = embed.pos_embed.unflatten(1, (embed.pos_embed_max_size,) * 2).movedim(-1, 1)
     new = F.interpolate(old, (side, side), mode="bicubic", align_corners=False)
     embed.pos_embed, embed.pos_embed_max_size = new.flatten(2).transpose(1, 2), side
@@ -151,7 +155,8 @@ def contents_table(args: argparse.Namespace) -> None:
     model = LoadedModel(pipe=instrument.model, identity={"name": "photographs"}, guidance=None)
     rows = chosen_rows("mame-default,copied-0.125,fewer-1")
     print(markdown_table([f"from {args.begin:g}", *(row.label for row in rows[1:])], []))
-    for clean in contents(args.pack, args.num):
+    spread_positions(instrument.model, args.side // 2)
+    for clean in contents(args.pack, args.num, args.side):
         found = {}
         for row in rows:
             with installed(model, row, ()):
@@ -165,54 +170,40 @@ def contents_table(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def pictures(
-    pipe: Any,
-    prompts: Sequence[Prompt],
-    size: tuple[int, int],
-    guidance: float,
-    steps: int = STEPS,
-    merged: Collection[int] = (),
+    pipe: Any, prompts: Sequence[Prompt], guidance: float, steps: int, merged: Collection[int] = ()
 ) -> Tensor:
     """Return pictures [N, 3, H, W] in -1..1, merged by default in the steps `merged` alone."""
 
     def made(prompt: Prompt, number: int, handle: MaMeHandle | None) -> Tensor:
-        def switch(_: Any, step: int, __: Any, given: dict[str, Any]) -> dict[str, Any]:
+        def switch(step: int) -> None:
             if handle is not None:
-                handle.active = step + 1 in merged
+                handle.active = step in merged
+
+        def on_step_end(_: Any, step: int, __: Any, given: dict[str, Any]) -> dict[str, Any]:
+            switch(step + 1)
             return given
 
-        if handle is not None:
-            handle.active = 0 in merged
-        generator = torch.Generator().manual_seed(number)
-        return pipe(
-            prompt.text, height=size[0], width=size[1], num_inference_steps=steps,
-            guidance_scale=guidance, generator=generator, output_type="pt",
-            callback_on_step_end=switch,
+        switch(0)
+        images: Tensor = pipe(
+            prompt.text, num_inference_steps=steps, guidance_scale=guidance, output_type="pt",
+            generator=torch.Generator().manual_seed(number), callback_on_step_end=on_step_end,
         ).images  # fmt: skip
+        return 2 * images - 1
 
     with mame(pipe) if merged else nullcontext() as handle:
-        return 2 * torch.cat([made(p, n, handle) for n, p in enumerate(prompts)]) - 1
+        return torch.cat([made(prompt, number, handle) for number, prompt in enumerate(prompts)])
 
 
 def steps_table(args: argparse.Namespace) -> None:
-    """Print a line for each size and guidance."""
-    prompts = drawn(scenes_by_caption(), args.num, seed=1)
+    """Print which of the steps carry the error."""
+    pipe = embedded_pipeline("transformer")
+    pipe.set_progress_bar_config(disable=True)
+    make = partial(pictures, pipe, drawn(scenes_by_caption(), args.num, seed=1), args.guidance)
+    unmerged = make(STEPS)
     parts = {"default": range(STEPS), "first two steps": (0, 1), "last two steps": (2, 3)}
-    print(markdown_table(["", *parts, "one step fewer"], []))
-    for size, guidance in ((SIZES[0], 1.0), *((size, 2.5) for size in SIZES)):
-        pipe = embedded_pipeline("transformer")
-        pipe.set_progress_bar_config(disable=True)
-        if size != SIZES[0]:
-            spread_positions(pipe.transformer, max(size) // 8)
-        make = partial(pictures, pipe, prompts, size, guidance)
-        unmerged = make()
-        cells = [
-            decibels(make(merged=steps), unmerged)
-            if size == SIZES[0] or len(steps) == STEPS
-            else ""
-            for steps in parts.values()
-        ]
-        cells.append(decibels(make(STEPS - 1), unmerged))
-        print(f"| {size[1]} x {size[0]}, guidance {guidance:g} | {' | '.join(cells)} |", flush=True)
+    cells = [decibels(make(STEPS, merged=steps), unmerged) for steps in parts.values()]
+    cells.append(decibels(make(STEPS - 1), unmerged))
+    print(markdown_table([*parts, "one step fewer"], [cells]))
 
 
 def main() -> None:
@@ -222,9 +213,10 @@ def main() -> None:
     )
     parser.add_argument("table", choices=("contents", "steps"))
     parser.add_argument("--num", type=int, default=8, help="samples of a line")
+    parser.add_argument("--guidance", type=float, default=1.0)
     parser.add_argument("--pack", type=Path, help="the file of photographs, for contents")
-    parser.add_argument("--begin", type=float, default=1.0, help="share of noise to begin with")
-    parser.add_argument("--guidance", type=float, default=1.0, help="for contents")
+    parser.add_argument("--begin", type=float, default=1.0, help="share of noise of the contents")
+    parser.add_argument("--side", type=int, default=TRAINED, help="pixels a side of the contents")
     args = parser.parse_args()
     if args.table == "contents" and not (args.pack and args.pack.is_file()):
         parser.error(f"--pack: expected the file of photographs, got {args.pack}")
