@@ -82,8 +82,8 @@ def crops(pack: Path, count: int, side: int) -> Tensor:
 def contents(pack: Path, count: int, side: int = TRAINED) -> Iterator[Clean]:
     """Yield the flattest and the most textured third of some crops, text and single pixels."""
     found = crops(pack, 3 * count, side)
-    texture = sum(found.diff(dim=dim).square().mean((1, 2, 3)) for dim in (2, 3))
-    found = found[texture.argsort()]
+    texture = torch.stack([found.diff(dim=dim).square().mean((1, 2, 3)) for dim in (2, 3)])
+    found = found[texture.sum(0).argsort()]
     flat, textured = found[:count], found[-count:]
     text = torch.stack([_text(number, side) for number in range(count)])
     dots = torch.zeros(count, side // 2, side // 2)
