@@ -187,7 +187,7 @@ def classify_command(
 ) -> None:
     """Measure speed and accuracy of a merged vision transformer next to its rivals.
 
-    Run again to continue; launch with accelerate to share the work.
+    Run again to continue.
     """
     if suite not in CLASSIFY_SUITES:
         allowed = f"one of {', '.join(CLASSIFY_SUITES)}"
@@ -201,10 +201,9 @@ def classify_command(
     place = Path("out") / f"classify-{suite}" if out is None else out
     again = command_again(context.obj or ["classify"])
     results = run_classify(options, suite, chosen, place, model, again)
-    if results is not None:
-        from ..report import summary
+    from ..report import summary
 
-        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
+    answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
 @command(app, "caption", settings=FieldOptions(CaptionSettings), model=CAPTIONER)
