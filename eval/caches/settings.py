@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import check_folder
 from mame_sd.runs.options import option
 
 from ..tables import named
@@ -42,17 +43,21 @@ class CacheSettings:
     )
 
     def __post_init__(self) -> None:
+        check_folder("--texts", self.texts)
+        check_folder("--weights-dir", self.weights_dir)
         limits = (("num", 1), ("length", 64), ("rest", 2))
         for name, least in limits:
             value = getattr(self, name)
             if value < least:
-                raise UserError(f"--{name}: expected at least {least}, got {value}")
+                raise UserError(f"--{name}: expected at least {least}, got {value}; raise it")
         if self.half not in HALVES:
-            raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}")
+            raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}; give one")
         named(self.rows, dict.fromkeys(ROWS))
         for share in self.kept:
             if not 0 < share < 1:
-                raise UserError(f"--shares: expected shares above 0 and below 1, got {share}")
+                raise UserError(
+                    f"--shares: expected shares above 0 and below 1, got {share}; correct it"
+                )
 
     @property
     def kept(self) -> tuple[float, ...]:
@@ -61,5 +66,5 @@ class CacheSettings:
             return tuple(float(part) for part in self.shares.split(","))
         except ValueError:
             raise UserError(
-                f"--shares: expected numbers with commas between, got {self.shares!r}"
+                f"--shares: expected numbers with commas between, got {self.shares!r}; correct it"
             ) from None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import check_folder
 from mame_sd.runs.options import option
 
 from ..tables import named
@@ -50,3 +51,4 @@ class CaptionSettings:
         for name, count in (("num", self.num), ("tokens", self.tokens)):
             if count is not None and count < 1:
                 raise UserError(f"--{name}: expected at least 1, got {count}; correct it")
+        check_folder("--data", self.data)

@@ -1,7 +1,7 @@
 """Define the commands of ``mame-sd-eval``.
 
-Their bodies, torch and diffusers are imported inside the commands, after cheap checks, so that help
-and errors come at once.
+Commands import their bodies, torch and diffusers only after cheap checks, so that help and errors
+come at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import MODEL, PromptOptions
 from mame_sd.cli.options import FieldOptions, command, program
-from mame_sd.errors import unexpected
+from mame_sd.errors import UserError, unexpected
+from mame_sd.runs.files import check_place
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
@@ -37,12 +38,12 @@ from .options import (
     ClassifyOptions,
     ScoringOptions,
 )
+from .prompts import prompts_of_file
 
 app = program(
     PROGRAM, "Evaluate merged models: fidelity to the unmerged one, quality, cost, and a report."
 )
-# Set before these are imported. Notices of transformers, of torch's C++ and of its profiler are not
-# about users' input.
+# Set before these libraries are imported. Their notices are not about users' input.
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -73,7 +74,7 @@ def score_command(
     ],
     scoring: ScoringOptions,
 ) -> None:
-    """Score RUN_B: its fidelity to RUN_A, which is the baseline, and its quality."""
+    """Score RUN_B: its fidelity to the baseline RUN_A, and its quality."""
     from ..metric_list import chosen_metrics
 
     chosen = chosen_metrics(scoring.metrics)
@@ -114,7 +115,7 @@ def benchmark_command(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder: new, empty, or begun by the same command. Without it, out/SUITE.",
+            help="Folder: new, empty, or begun by the same command. By default out/SUITE.",
             metavar="DIR",
         ),
     ] = None,
@@ -129,11 +130,19 @@ def benchmark_command(
     """
     place = Path("out") / suite if out is None else out
     chosen = None if suite == README else suite_named(suite)
-    if options.quick and chosen is not None:
-        raise unexpected("--quick", f"--suite {README}", suite, "leave it out, or give that")
+    if chosen is not None:
+        if options.quick:
+            raise unexpected("--quick", f"--suite {README}", suite, "leave it out, or give that")
+        prompts_of_file(chosen, prompts, options.held_out)
+    elif model.model is not None or prompts.file is not None or sampling:
+        raise UserError(
+            f"--suite {README}: expected no model, prompts or sampling, for its cases have their"
+            " own; leave these out, or choose another suite"
+        )
     from ..benchmark.rows import check_rows
 
     check_rows(options.rows, options.row)
+    check_place(place, place)
     model.check_place()
     from .benchmark import command_again, run_benchmark
 
@@ -142,7 +151,7 @@ def benchmark_command(
         from ..benchmark.readme import markdown
         from .readme import run_readme
 
-        stored = run_readme(place, prompts, options, model, sampling, again)
+        stored = run_readme(place, prompts, options, model, again)
         answer(f"{markdown(stored)}\n\n{place / 'readme.json'}", stored)
         return
     results = run_benchmark(chosen, place, prompts, options, model, sampling, again)
@@ -162,7 +171,7 @@ def classify_command(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder: new, empty, or begun by the same command; else out/classify-SUITE.",
+            help="Folder: new, empty, or begun by the same command. By default out/classify-SUITE.",
             metavar="DIR",
         ),
     ] = None,
@@ -178,7 +187,7 @@ def classify_command(
 ) -> None:
     """Measure speed and accuracy of a merged vision transformer next to its rivals.
 
-    Run again to continue; launch with accelerate to share the work.
+    Run again to continue.
     """
     if suite not in CLASSIFY_SUITES:
         allowed = f"one of {', '.join(CLASSIFY_SUITES)}"
@@ -192,10 +201,9 @@ def classify_command(
     place = Path("out") / f"classify-{suite}" if out is None else out
     again = command_again(context.obj or ["classify"])
     results = run_classify(options, suite, chosen, place, model, again)
-    if results is not None:
-        from ..report import summary
+    from ..report import summary
 
-        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
+    answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
 @command(app, "caption", settings=FieldOptions(CaptionSettings), model=CAPTIONER)
@@ -262,10 +270,10 @@ def weights_command(
         list[str] | None,
         typer.Argument(help="Networks. By default all.", metavar="NAME"),
     ] = None,
-    get: Annotated[bool, typer.Option("--get", help="Get those that are missing.")] = False,
+    get: Annotated[bool, typer.Option("--get", help="Download those that are missing.")] = False,
     weights_dir: WeightsOption = None,
 ) -> None:
-    """List the weights of metrics, with size, licence, place and sha256, or get them."""
+    """List the weights of metrics, with size, licence, place and sha256, or download them."""
     from .weights import check_names, get_weights, weights_lines, weights_of
 
     check_names(names or [])
@@ -277,7 +285,7 @@ def weights_command(
 
 @command(app, "doctor", model=MODEL)
 def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
-    """Say what this machine can evaluate, after what `mame-sd doctor` says."""
+    """Say what this machine can evaluate, in addition to what `mame-sd doctor` says."""
     from mame_sd.cli.doctor import examine, print_checks
 
     from .weights import weights_checks

@@ -19,10 +19,9 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process, joined, this_process
-from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity
+from mame_sd.runs.prompt_files import Prompt
 
 from .. import PROGRAM
-from ..benchmark.prompts import CAPTIONS, drawn
 from ..benchmark.results import check_out
 from ..benchmark.rows import Row, chosen_rows
 from ..benchmark.run import Benchmark
@@ -32,6 +31,7 @@ from ..results.schema import Results
 from ..scoring.reference import Reference, open_reference
 from ..scoring.tools import CLIPS, Tools
 from .options import BenchmarkOptions
+from .prompts import suite_prompts
 
 
 def run_benchmark(
@@ -155,39 +155,6 @@ def check_gates(results: Results, out: Path) -> None:
             f"{out}/report.html: sanity gates failed ({failed}); "
             "do not trust these figures before the report's gates say why"
         )
-
-
-def suite_prompts(
-    suite: Suite, prompts: PromptOptions, embedded: str | None = None, held_out: bool = False
-) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the prompts of a suite, or of a given file, and what the manifest tells of them.
-
-    Args:
-        suite: the suite.
-        prompts: the options for prompts.
-        embedded: name of the embedded model whose prompts are drawn. For others, the UNet's are.
-        held_out: if True, other prompts are drawn than those that defaults were chosen on.
-
-    Raises:
-        UserError: the suite has no prompts, and none are given.
-    """
-    count = suite.num if prompts.num is None else prompts.num
-    source = prompts.file or suite.prompts
-    if source is None:
-        raise UserError(
-            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv and .tsv files"
-            " will do (the paper's are of GEMRec and ImageNet's class names)"
-        )
-    if source != "drawn":
-        if held_out:
-            raise UserError(f"--held-out: expected prompts that are drawn, got {source}; drop one")
-        return load_prompts(source)[:count], prompt_file_identity(source)
-    captions, seed = CAPTIONS.get(embedded or "", CAPTIONS["unet"])(), suite.seed
-    found = drawn(captions, count, seed)
-    if held_out:
-        seed += 1
-        found = drawn(captions, count, seed, without={prompt.text for prompt in found})
-    return found, {"name": f"drawn with seed {seed}", "sha256": None}
 
 
 def command_again(arguments: Sequence[str]) -> str:

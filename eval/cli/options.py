@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from mame_sd.cli.options import FieldOptions
 from mame_sd.errors import unexpected
+from mame_sd.runs.files import check_folder
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.model_files import ModelChoice, check_device
 from mame_sd.runs.options import option
 
 from ..metric_list import FID_BACKENDS
 
 CLASSIFY_SUITES = ("vit", "ablation")  # of `perception.rows`
-WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
+WEIGHTS_HELP = "Folder with weights of metrics, searched first."
 
 
 def pretrained_options(model: str, /, **defaults: str) -> FieldOptions:
@@ -47,7 +49,7 @@ SUITE_SAMPLING = FieldOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions:
-    """What metrics are computed with."""
+    """Inputs of metrics."""
 
     reference: Path | None = option(
         None,
@@ -61,6 +63,13 @@ class MetricOptions:
         metavar="NAME|DIR",
     )
 
+    def __post_init__(self) -> None:
+        check_folder("--weights-dir", self.weights_dir)
+        if self.reference is not None and not os.path.isfile(
+            self.reference
+        ):  # a file of statistics
+            check_folder("--reference", self.reference)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions(MetricOptions):
@@ -68,7 +77,7 @@ class BenchmarkOptions(MetricOptions):
 
     rows: str | None = option(
         None,
-        "Rows to run besides the baseline, with commas between; an unknown one lists them.",
+        "Rows to run next to the baseline, separated by commas; an unknown name lists all.",
         metavar="NAMES",
     )
     row: tuple[str, ...] = option(
@@ -77,9 +86,10 @@ class BenchmarkOptions(MetricOptions):
     )  # fmt: skip
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
     quick: bool = option(False, "With --suite readme: few prompts, in minutes instead of hours.")
-    held_out: bool = option(False, "Draw other prompts than those that defaults were chosen on.")
+    held_out: bool = option(False, "Draw prompts other than those on which defaults were chosen.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_rounds(1 if self.rounds is None else self.rounds)
 
 
@@ -89,16 +99,23 @@ class ScoringOptions(MetricOptions):
 
     metrics: str = option(
         "psnr,ssim",
-        "Metrics, with commas between; an unknown one lists them all.",
+        "Metrics, separated by commas; an unknown name lists all.",
         metavar="NAMES",
     )
-    offline: bool = option(False, "Never ask a network.")
+    offline: bool = option(False, "Never use the network.")
     fid_backend: str = option(
         FID_BACKENDS[0],
         "Whose code computes FID: mame-sd, or the package clean-fid (extra clean-fid).",
         metavar="|".join(FID_BACKENDS),
     )
-    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest available.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_device(self.device)
+        if self.fid_backend not in FID_BACKENDS:
+            allowed = " or ".join(FID_BACKENDS)
+            raise unexpected("--fid-backend", allowed, repr(self.fid_backend), "give one of these")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +127,24 @@ class ClassifyOptions:
         "Folder of class folders as torchvision reads them, or of images without labels.",
         metavar="DIR",
     )
-    num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")
+    num: int | None = option(None, "Use only NUM images, drawn with a fixed seed.", metavar="NUM")
     classes: Path | None = option(
         None,
-        "Zero-shot: text file of class names, one a line, by sorted class folder.",
+        "Zero-shot: text file of class names, one per line, in the order of class folders.",
         metavar="FILE",
     )
     templates: Path | None = option(
         None, "Zero-shot: text file of prompts with {} for the name, a line each.", metavar="FILE"
     )
     batch_size: int = option(
-        32, "Images in a batch; by tau, all keep as many tokens as the one that keeps most."
+        32, "Images in a batch. With tau, all keep as many tokens as the image that keeps most."
     )
     rounds: int = option(5, "Rounds of timing; each times every row once.")
 
     def __post_init__(self) -> None:
         if self.data is None:
             raise unexpected("--data", "a folder of class folders or of images", "none", "give one")
+        check_folder("--data", self.data)
         check_rounds(self.rounds)
         for flag, value in (("--num", self.num), ("--batch-size", self.batch_size)):
             if value is not None and value < 1:

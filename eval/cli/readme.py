@@ -41,7 +41,6 @@ def run_readme(
     prompts: PromptOptions,
     options: BenchmarkOptions,
     model: ModelChoice,
-    sampling: dict[str, Any],
     command: str,
 ) -> dict[str, Any]:
     """Measure every case into a folder below `out`.
@@ -53,14 +52,9 @@ def run_readme(
         what readme.json holds.
 
     Raises:
-        UserError: options that name a model or prompts, which cases have of their own; several
-            processes, whose seconds can't be compared.
+        UserError: several processes, whose seconds can't be compared; unknown rows; a foreign
+            folder.
     """
-    if model.model is not None or prompts.file is not None or sampling:
-        raise UserError(
-            "--suite readme: expected no model, prompts or sampling, for its cases have their own;"
-            " leave these out, or choose another suite"
-        )
     if this_process().count > 1:
         raise UserError("--suite readme: expected one process, got several; start it alone")
     for case in CASES:  # unknown rows and settings are found before the first hour

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from mame_sd.cli.doctor import Check
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.files import check_folder
 
 from ..metric_list import METRICS
 from ..rivals.tomesd import NO_TOMESD, has_tomesd
 from ..scoring.tools import CLIPS
-from ..weights.load import NAMES, WeightsStatus, check_folder, get, status
+from ..weights.load import NAMES, WeightsStatus, get, status
 from ..weights.registry import REGISTRY
 
 
@@ -49,7 +50,7 @@ def get_weights(
 
 def weights_of(names: Sequence[str], weights_dir: Path | None) -> list[WeightsStatus]:
     """Return how the weights of these names stand, of every network for no names."""
-    check_folder(weights_dir)
+    check_folder("--weights-dir", weights_dir)
     return [found for found in status(weights_dir) if not names or found.name in names]
 
 

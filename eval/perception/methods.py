@@ -2,6 +2,8 @@
 
 It does nothing, merges, applies a rival's rule, or shows smaller images. A method with a knob can
 be brought to the FLOPs of another one: `at_flops` finds the value by counting.
+
+Functions import what imports torch, so that an unknown row is refused before it.
 """
 
 from __future__ import annotations
@@ -10,28 +12,33 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
-from mame_sd.perception.encoder_registry import find_encoder
-from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.settings import FIRST, LEFT
 from mame_sd.runs.merging import NotApplicable
 
 from ..results.schema import Family
-from .rivals import ablated, embedding_of, on_smaller_images, rival_on
-from .rules import EViT, RandomDrop, Rule, ToMe, quarters
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mame_sd.perception.handle import EncoderHandle
 
 HALVINGS = 16  # of the knob's range
+
+
+def _quarters(depth: int) -> tuple[int, ...]:
+    from .rules import quarters
+
+    return quarters(depth)
+
+
 # names of sets of blocks: which they are, of so many
 BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "third": lambda depth: tuple(range(max(1, round(depth / 3)))),
     "first": lambda depth: tuple(range(max(1, round(depth * 2 / 3)))),  # the paper's first 8 of 12
     "all": lambda depth: tuple(range(depth)),
-    "quarters": quarters,
+    "quarters": _quarters,
 }
 
 
@@ -56,6 +63,9 @@ class Method:
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[EncoderHandle]:
         """Put the method on `model` for a `with` block, counting tokens and FLOPs."""
+        from .rivals import rival_on
+        from .rules import Rule
+
         with self.on(model) as handle:
             if handle is not None:
                 yield handle
@@ -83,6 +93,11 @@ def merged(
 
     @contextmanager
     def on(model: nn.Module) -> Iterator[EncoderHandle]:
+        from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
+        from mame_sd.perception.encoder_registry import find_encoder
+
+        from .rivals import ablated
+
         depth = len(find_encoder(model)[1])
         chosen = BLOCKS[blocks](depth) if isinstance(blocks, str) else blocks
         with encoder_restored(model):
@@ -92,20 +107,25 @@ def merged(
                 else:
                     handle = ablated(model, chosen, ablation, **fields)
             except ValueError as error:
-                raise NotApplicable(f"this model can't merge so: {error}") from None
+                raise NotApplicable(f"this model can't merge like this: {error}") from None
             yield handle
 
     return Method({"mame": config}, on)
 
 
-def rival(rule: Rule) -> Method:
-    """Reduce tokens by a rival's rule."""
-    config = {"name": type(rule).__name__, **vars(rule)}
-    return Method({"rival": config}, partial(rival_on, rule=rule))
+def rival(name: str, *values: float) -> Method:
+    """Reduce tokens by the rule of that name in `rules`, made of `values`."""
+    from . import rules
+    from .rivals import rival_on
+
+    rule = getattr(rules, name)(*values)
+    return Method({"rival": {"name": name, **vars(rule)}}, partial(rival_on, rule=rule))
 
 
 def smaller(side: float) -> Method:
     """Show the unmerged model images of `side` x `side` pixels."""
+    from .rivals import on_smaller_images
+
     return Method({"side": int(side)}, partial(on_smaller_images, side=int(side)))
 
 
@@ -152,21 +172,20 @@ RIVALS: dict[str, Knob] = {
         lambda keep: merged(None, keep=keep),
         family="mame",
     ),
-    "tome": Knob("ToMe r {}", "ToMe", lambda r: rival(ToMe(r)), _fewer, None, family="tome"),
+    "tome": Knob("ToMe r {}", "ToMe", lambda r: rival("ToMe", r), _fewer, None, family="tome"),
     "tome-decreasing": Knob(
-        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: rival(ToMe(r, True)), _fewer, None
+        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: rival("ToMe", r, True), _fewer, None
     ),
-    "evit": Knob("EViT keep {}", "EViT", lambda keep: rival(EViT(keep))),
+    "evit": Knob("EViT keep {}", "EViT", lambda keep: rival("EViT", keep)),
     "random-all": Knob(
         "random in all blocks, keep {}",
         "random dropping in all blocks",
-        lambda keep: rival(RandomDrop(keep)),
+        lambda keep: rival("RandomDrop", keep),
     ),
     "smaller": Knob("images of {} pixels", "smaller images", smaller, _side, None, whole=True),
 }
 
 
-@torch.no_grad()
 def at_flops(
     model: nn.Module, name: str, flops: float, call: Callable[[], Any], side: int
 ) -> tuple[float, float]:
@@ -186,18 +205,25 @@ def at_flops(
     Raises:
         NotApplicable: If the rival can do nothing with this model.
     """
+    import torch
+
+    from mame_sd.perception.encoder_registry import find_encoder
+
+    from .rivals import embedding_of, rival_on
+    from .rules import Rule
+
     knob = RIVALS[name]
     seen: dict[float, float] = {}
     embed = embedding_of(find_encoder(model)[0])
     patch = 1 if embed is None else embed.kernel_size[-1]
-    with rival_on(model, Rule()) as handle:
+    with torch.no_grad(), rival_on(model, Rule()) as handle:
         call()
         tokens = handle.report().layers[0].tokens_in
 
     def of(part: float) -> float:
         value = knob.at(part, tokens, side // patch, patch)
         if value not in seen:
-            with knob.make(value).counting(model) as handle:
+            with torch.no_grad(), knob.make(value).counting(model) as handle:
                 handle.reset()
                 call()
                 seen[value] = handle.report().flops

@@ -15,7 +15,7 @@ from mame_sd.runs.files import write_atomically
 from ..results.schema import Results
 from . import frontier
 from .figures import NARROW, WIDE
-from .headline import comparison, headline
+from .headline import cards, headline, remarks
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import every_table
@@ -94,9 +94,10 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "words": WORDS[results.kind],
         "chosen": chosen,
         "headline": headline(chosen),
-        "comparison": comparison(results, chosen),
+        "cards": cards(chosen),
+        "remarks": remarks(results, chosen),
         "facts": _facts(results),
-        "tables": every_table(results, chosen),
+        "tables": every_table(results),
         "pictures": load_pictures(results, chosen, folder),
         "gradient": gradient(),
         "frontier": [

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.files import check_folder
 
 from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, Metric
 from ..metrics.clip import load_clip
-from ..metrics.lpips import load_lpips
+from ..metrics.lpips import Lpips, load_lpips
 from ..networks.extractors import load_dinov2_extractor, load_inception
 from ..networks.pretrained import SALIENCY
-from ..weights.load import check_folder
 from ..weights.registry import REGISTRY
 from .clean_fid import load_clean_fid
 
@@ -53,17 +53,12 @@ class Tools:
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise UserError for a missing folder of weights, or an unknown CLIP or backend."""
-        check_folder(self.weights_dir)
+        """Raise UserError for a missing folder of weights, or an unknown CLIP."""
+        check_folder("--weights-dir", self.weights_dir)
         if self.clip not in CLIPS and not Path(self.clip).is_dir():
             raise UserError(
                 f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of"
                 " these"
-            )
-        if self.fid_backend not in FID_BACKENDS:
-            raise UserError(
-                f"--fid-backend: expected {' or '.join(FID_BACKENDS)}, got {self.fid_backend!r};"
-                " give one of these"
             )
 
     def by_clean_fid(self, metric: Metric) -> bool:
@@ -116,9 +111,8 @@ class Tools:
             return load_clean_fid(self.device, offline)
         if name == "clip":
             return load_clip(self.clip, self.weights_dir, offline, self.device)
-        if name.startswith("lpips-"):
-            net = name.removeprefix("lpips-")
-            return load_lpips(net, self.weights_dir, offline, self.device)
+        if name == Lpips.name:
+            return load_lpips(self.weights_dir, offline, self.device)
         if name == SALIENCY:
             return load_dinov2_extractor(self.weights_dir, offline, self.device)
         return load_inception(self.weights_dir, offline, self.device)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.files import check_folder
 
 from .files import Tensors, file_sha256, readable
 from .registry import REGISTRY
@@ -56,7 +57,7 @@ def find(name: str, weights_dir: Path | None = None, offline: bool = False) -> P
             offline.
         MachineError: If it could not be fetched.
     """
-    check_folder(weights_dir)
+    check_folder("--weights-dir", weights_dir)
     path = _here(name, weights_dir)
     if path is not None:
         return _checked(name, path)
@@ -129,20 +130,12 @@ def _checked(name: str, path: Path) -> Path:
     return path
 
 
-def check_folder(weights_dir: Path | None) -> None:
-    """Raise UserError if --weights-dir is no folder."""
-    if weights_dir is not None and not weights_dir.is_dir():
-        raise UserError(
-            f"--weights-dir: expected a folder, but {weights_dir} is not one; correct the path"
-        )
-
-
 def _how(name: str) -> str:
     """Return what a user does to get these weights."""
     weights = REGISTRY[name]
     files = " or ".join((weights.file, *weights.others))
-    beside = " with the files beside it" if weights.hub else ""
+    more = " with the files next to it" if weights.hub else ""
     return (
-        f"run mame-sd-eval weights --get {name}, or put {files} ({weights.origin}){beside} into"
+        f"run mame-sd-eval weights --get {name}, or put {files} ({weights.origin}){more} into"
         " --weights-dir or MAME_SD_WEIGHTS"
     )

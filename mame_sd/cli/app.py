@@ -1,7 +1,7 @@
 """Define the commands of ``mame-sd``.
 
-Their bodies, torch and diffusers are imported inside the commands, after cheap checks, so that help
-and errors come at once.
+Commands import their bodies, torch and diffusers only after cheap checks, so that help and errors
+come at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHOWN_SAMPLING = FieldOptions(
     ("seed", "negative_prompt", "batch_size", "images_per_prompt"),
     {"steps": 4},
 )
-SheetOption = Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")]
+SheetOption = Annotated[Path, typer.Option(help="Sheet to write, a .png file.", metavar="FILE")]
 
 
 @command(app, "generate", prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=MERGING)
@@ -104,7 +104,7 @@ def compare_command(
 def ui_command(
     *,
     port: Annotated[
-        int, typer.Option(help="Port on this machine; 0 takes a free one.", metavar="NUM")
+        int, typer.Option(help="Port on this machine; 0 picks a free one.", metavar="NUM")
     ] = 7860,
     model: ModelChoice,
     sampling: GenerateSettings,
@@ -122,13 +122,11 @@ def ui_command(
 def calibrate_command(
     *,
     speed: Annotated[
-        float, typer.Option(help="How many times as fast the denoiser is to be.", metavar="NUMBER")
+        float, typer.Option(help="Target speed-up of the denoiser, such as 1.2.", metavar="NUMBER")
     ] = 1.2,
     out: Annotated[
         Path,
-        typer.Option(
-            help="Folder for config.json and measurements; run again to continue.", metavar="DIR"
-        ),
+        typer.Option(help="Folder for config.json and the measurements.", metavar="DIR"),
     ] = Path("out/calibrate"),
     prompts: PromptOptions,
     model: ModelChoice,
@@ -137,7 +135,7 @@ def calibrate_command(
 ) -> None:
     """Find how much each block of your model should merge, and write it for --config.
 
-    Up to four prompts are used; `mame-sd compare` then shows what the settings do.
+    Up to four prompts are used. Run again to continue; `mame-sd compare` shows what it found.
     """
     config, chosen = merging.read() or MaMeConfig(), prompts.or_demo().read()
     if not 1 < speed < float("inf"):
@@ -164,7 +162,7 @@ def sheet_command(
     out: SheetOption = Path("sheet.png"),
     num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
 ) -> None:
-    """Write one sheet of finished runs: the same images, run below run."""
+    """Write one sheet that compares finished runs: the same images, one row for each run."""
     from mame_sd.cli.sheet import run_sheet
 
     run_sheet(folders, out, num)

@@ -144,8 +144,9 @@ def compare(
 ) -> list[Panel]:
     """Make an image unmerged and in each of `ways`, from the same noise.
 
-    Each round makes each image once, every second round in the opposite order. A one-step call
-    before the first round keeps warm-up out of the seconds.
+    Each round makes each image once, every second round in the opposite order. Before the first
+    round, settings that the model refuses are found, and a one-step call keeps warm-up out of the
+    seconds.
 
     Args:
         model: the model.
@@ -167,6 +168,9 @@ def compare(
     panels: dict[str, Panel] = {}
     done, total = 0, rounds * len(every)
     on_progress(0, total)
+    for way in ways:
+        if way.config is not None:
+            Merging(way.config).install(model).remove()
     sample(model, replace(settings, steps=1), [job])
     for number in range(rounds):
         for way in every[:: -1 if number % 2 else 1]:

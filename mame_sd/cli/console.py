@@ -22,7 +22,7 @@ FIRST_LINE = 10.0  # seconds before the first plain line of progress
 class Output:
     """Choose what a command prints: `quiet` omits notes and progress."""
 
-    quiet: bool = option(False, "Print the result alone.", "--quiet", "-q")
+    quiet: bool = option(False, "Print only the result.", "--quiet", "-q")
     as_json: bool = option(False, "Print the result as one JSON object.", "--json")
 
 

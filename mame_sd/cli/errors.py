@@ -42,7 +42,7 @@ def exit_status(command: Callable[[], object]) -> int:
         del os.environ["COLUMNS"]
     with _interrupts() as interrupts:
         try:
-            # What the command sets for itself ends with it.
+            # Context variables that the command sets end with it.
             status = contextvars.copy_context().run(command)
         except SystemExit as error:
             status = error.code
@@ -101,10 +101,10 @@ def _of_the_machine(error: BaseException) -> str:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collect the signals of Ctrl-C in a block, whatever libraries make of its exception.
+    """Record the signals of Ctrl-C during a block, also if a library swallows the exception.
 
-    Python drops exceptions in `__del__` and other callbacks of the interpreter. If it drops
-    Ctrl-C, the process ends at once.
+    Python drops exceptions in `__del__` and other callbacks of the interpreter. If it drops that
+    of Ctrl-C, the process ends at once.
     """
     came: list[int] = []
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -18,7 +18,7 @@ from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Prompts of a file, then those of the command line; the first `num` of them all."""
+    """Prompts of a file, then those of the command line; if `num` is given, the first `num`."""
 
     texts: tuple[str, ...] = option(
         (), "Prompts, each in quotes.", metavar="PROMPT", positional=True
@@ -26,7 +26,7 @@ class PromptOptions:
     file: str | None = option(
         None, "Prompt file: .txt, .csv, .tsv, or demo.", "--prompts", metavar="FILE"
     )
-    num: int | None = option(None, "Take the first NUM prompts only.", metavar="NUM")
+    num: int | None = option(None, "Use only the first NUM prompts.", metavar="NUM")
 
     def __post_init__(self) -> None:
         if self.num is not None and self.num < 1:
@@ -62,9 +62,9 @@ def _setting(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class MergingOptions:
-    """The settings of merging that are changed most, and all others by --config."""
+    """The most common settings of merging; `config` takes all others."""
 
-    baseline: bool = option(False, "Merge nothing: the unchanged model.")
+    baseline: bool = option(False, "Use the unchanged model, without merging.")
     keep: float | None = _setting("keep")
     mlp_keep: float | None = _setting("mlp_keep")
     block_keep: float | None = _setting("block_keep")

@@ -63,7 +63,7 @@ def run_sheet(folders: Sequence[Path], out: Path, num: int) -> None:
 def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     """Draw the first `limit` images of several runs, each run below the previous one.
 
-    Lines below an image tell its PSNR to that of the first run.
+    Lines below an image give its PSNR to that of the first run.
 
     Raises:
         UserError: a folder holds no run, lacks an image, or has it of another prompt.

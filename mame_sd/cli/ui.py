@@ -80,7 +80,8 @@ class Handler(BaseHTTPRequestHandler):
                     self._send(self.server.images(json.loads(body)))
                 except Exception as error:
                     said = str(error) if isinstance(error, ValueError) else describe(error)[1]
-                    self._send(f"<p>Error: {html.escape(said)}</p>")
+                    said = "Stopped" if self.server.stopped else f"Error: {html.escape(said)}"
+                    self._send(f"<p>{said}</p>")
         else:
             self.server.stopped |= self.path == "/stop"
             self._send(self.server.progress)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import MachineError, UserError, unexpected
 
 # Failures of the machine: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
@@ -42,6 +42,13 @@ def shown(name: str | os.PathLike[str]) -> str:
 def files_below(folder: Path) -> list[Path]:
     """Return all files below a folder, sorted. Links to folders are not followed."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def check_folder(flag: str, folder: Path | None) -> None:
+    """Raise UserError if the option `flag` is given something else than a folder."""
+    if folder is not None and not os.path.isdir(folder):
+        got = "a file" if os.path.isfile(folder) else "no such folder"
+        raise unexpected(f"{flag} {folder}", "a folder", got, "check the path")
 
 
 def nearest(path: Path) -> Path:

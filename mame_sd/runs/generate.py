@@ -73,7 +73,7 @@ def generate(
         process: this process among several, which must have `joined` one another.
         on_progress: called with the numbers of images done and in all of this process.
         on_step: called with the numbers of steps done and in all, if the pipeline reports them.
-        on_note: called with what the user should know.
+        on_note: called with notes for the user.
 
     Raises:
         UserError, MachineError: all images made before are kept, and the same call continues.

@@ -22,7 +22,7 @@ MAX_SIDE = 65536  # pixels
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """How images of a run are sampled; each field's help text describes it.
+    """Settings for sampling the images of a run; each field's help text describes it.
 
     A prompt's own seed and negative prompt override these.
 
@@ -30,24 +30,24 @@ class GenerateSettings:
         UserError: a value is not allowed.
     """
 
-    steps: int = option(20, "Denoising steps, at least 1. More is slower and finer.")
+    steps: int = option(20, "Denoising steps, at least 1. More are slower and give finer images.")
     guidance: float | None = option(
-        None, "Classifier-free guidance scale. Without it, the model's own."
+        None, "Classifier-free guidance scale. By default the model's own."
     )
     seed: int = option(
-        0, "Seed of the run. An image's noise depends on seed, prompt id and repeat alone."
+        0, "Seed of the run. An image's noise depends only on seed, prompt id and repeat."
     )
     height: int | None = option(
-        None, "Height in pixels, a multiple of 8. Without both sides, the model's own."
+        None, "Height in pixels, a multiple of 8; needs --width. By default the model's own."
     )
     width: int | None = option(
-        None, "Width in pixels, a multiple of 8. Without both sides, the model's own."
+        None, "Width in pixels, a multiple of 8; needs --height. By default the model's own."
     )
-    negative_prompt: str | None = option(None, "What to steer away from.")
+    negative_prompt: str | None = option(None, "Negative prompt: what images should not show.")
     batch_size: int = option(
-        1, "Images computed together. Faster on a GPU; pixels depend on it a little."
+        1, "Images computed together. Faster on a GPU; changes pixels slightly."
     )
-    images_per_prompt: int = option(1, "Images of each prompt, from different noise.")
+    images_per_prompt: int = option(1, "Images of each prompt, each from different noise.")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "images_per_prompt"):
@@ -88,12 +88,12 @@ class Job:
 
     @property
     def steered(self) -> bool:
-        """Return whether it has a negative prompt."""
+        """Return True if it has a negative prompt."""
         return self.negative_prompt is not None
 
     @property
     def known(self) -> dict[str, Any]:
-        """Return what samples.jsonl tells of the image that is known before it is made."""
+        """Return the entries of samples.jsonl that are known before the image is made."""
         known: dict[str, Any] = {
             "id": self.prompt.id,
             "repeat": self.repeat,

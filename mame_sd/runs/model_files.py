@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")  # owner/n
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """Which model to load and how; each field's help text describes it.
+    """The model to load, and how; each field's help text describes it.
 
     Raises:
         UserError: an unknown dtype, a revision of no hub model, a configuration without a file.
@@ -37,25 +37,25 @@ class ModelChoice:
     )
     scheduler: str | None = option(
         None,
-        "Class of diffusers instead of the model's own; an unknown name lists them.",
+        "Scheduler class instead of the model's own; an unknown name lists those that fit.",
         metavar="NAME",
     )
     dtype: str = option(
         "auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere."
     )
-    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest available.")
     loras: tuple[str, ...] = option(
         (),
-        "LoRA to add: file, folder or hub id, with :SCALE at its end if not 1. Repeatable.",
+        "LoRA to add: file, folder or hub id, optionally followed by :SCALE. Repeatable.",
         "--lora",
         metavar="PATH_OR_ID",
     )
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    offline: bool = option(False, "Never ask the hub; take what is cached.")
+    offline: bool = option(False, "Never contact the hub; use only cached files.")
     single_file_config: str | None = option(
         None,
-        "Pipeline folder or hub id of the same architecture, for a .safetensors file.",
+        "For a .safetensors file: a pipeline's folder or hub id of the same architecture.",
         metavar="PATH_OR_ID",
     )
 
@@ -78,7 +78,7 @@ class ModelChoice:
     def check_place(self) -> None:
         """Raise UserError if the model of a pipeline or a LoRA can't be what the name says.
 
-        It imports no library and doesn't ask the hub.
+        It imports no large library and doesn't contact the hub.
         """
         if self.embedded is not None or not HUB_ID.fullmatch(self.model or ""):
             find_model(self)
@@ -92,14 +92,19 @@ class ModelChoice:
         if self.dtype not in ("auto", *DTYPES):
             allowed = f"auto, {', '.join(DTYPES)}"
             raise unexpected("--dtype", allowed, repr(self.dtype), "give one of these")
-        if not _DEVICE.fullmatch(self.device):
-            allowed = "auto, cpu, cuda, cuda:N or mps"
-            raise unexpected("--device", allowed, repr(self.device), "give one of these")
+        check_device(self.device)
         if self.revision is not None and (self.embedded or os.path.exists(given)):
             raise unexpected("--revision", "a hub id as --model", given, "leave it out")
         if self.single_file_config is not None and Path(given).suffix != ".safetensors":
             allowed = "a .safetensors file as --model"
             raise unexpected("--single-file-config", allowed, given, "leave it out")
+
+
+def check_device(name: str) -> None:
+    """Raise UserError for a name that is no device's on any machine."""
+    if not _DEVICE.fullmatch(name):
+        allowed = "auto, cpu, cuda, cuda:N or mps"
+        raise unexpected("--device", allowed, repr(name), "give one of these")
 
 
 def read_lora(given: str) -> tuple[str, float]:

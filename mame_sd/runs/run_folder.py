@@ -63,7 +63,7 @@ class RunFolder:
             self._begun_with(settings or {}, partly=True)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Create the folder or take it up, and return differences of the environment.
+        """Create the folder or continue in it, and return differences of the environment.
 
         Args:
             manifest: "settings", which must agree with those the folder was begun with, and

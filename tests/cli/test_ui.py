@@ -49,6 +49,9 @@ def check(address: str) -> None:
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', made)
     assert len(set(pictures)) == 3
     assert posted(address, "/progress") == "<p>image 2 of 2 done</p>"
+    refused = posted(address, "/make", settings="references=0.5")
+    assert refused.startswith("<p>Error: merging: references: expected a model whose reference")
+    assert posted(address, "/progress") == "<p>image 0 of 2 done</p>", "before the first image"
     for values, error in (
         ({"settings": "keep=7"}, "keep: expected a share above 0 and at most 1, got 7"),
         ({"settings": "<b>"}, "expected settings such as keep=0.4,fit_queries=32, got &#x27;&lt;"),
@@ -62,6 +65,6 @@ def check(address: str) -> None:
         while "step" not in posted(address, "/progress"):
             pass
         posted(address, "/stop")
-        assert long.result() == "<p>Error: stopped</p>"
+        assert long.result() == "<p>Stopped</p>"
     with pytest.raises(OSError, match="400"), urlopen(Request(address + "/stop", b"{}")):
         pass

@@ -221,6 +221,14 @@ def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_named_block_draws_as_its_layer(node: Any) -> None:
+    blocks = {"double_blocks": [None] * 2, "single_blocks": [None] * 3}
+    call = replace(CALLS["Flux"], attributes={**CALLS["Flux"].attributes, **blocks})
+    qkv = tensors(call)
+    got = run(node, call, *qkv, options={"block_type": "single", "block_index": 1})
+    torch.testing.assert_close(got, loops(call, *qkv, layer=3), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "mask", "message"),
     [

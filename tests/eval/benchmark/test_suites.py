@@ -14,7 +14,7 @@ from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.prompts import drawn, subjects_by_caption
 from mame_sd.eval.benchmark.rows import all_rows, chosen_rows, row_named
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
-from mame_sd.eval.cli.benchmark import suite_prompts
+from mame_sd.eval.cli.prompts import suite_prompts
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.merging import Merging
