@@ -102,7 +102,7 @@ def measured(name: str, rounds: int) -> dict[str, list[float]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("only", nargs="*", help="cases whose names hold one of these")
+    parser.add_argument("only", nargs="*", help="cases whose names contain one of these")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

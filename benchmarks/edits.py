@@ -51,7 +51,7 @@ CHANGED = 8  # levels of 255 from which on a pixel counts as changed
 
 @dataclass(frozen=True)
 class Edits:
-    """Edits: what the model is given, and which pixels change.
+    """Edits: the model's inputs, and which pixels change.
 
     Attributes:
         references: latents [N, 4, 64, 64].
@@ -124,7 +124,7 @@ class Row:
     """One way to compute an edit.
 
     Attributes:
-        settings: of `apply_mame`; None: nothing merges.
+        settings: of `apply_mame`. If None, nothing merges.
         keys: kind and share of `FewerKeys`.
         fewer: steps that are left out.
         other: True if the reference is another picture.

@@ -89,7 +89,7 @@ def main(side: int, folder: str | None = None) -> None:
     pictures = {name: pixels_of(image, side) for name, image in pictures_of(folder).items()}
     first = next(iter(pictures))
     unmerged = {name: class_token(model, Method(), pixels) for name, pixels in pictures.items()}
-    whole, call = unmerged[first][1], partial(model, pictures[first])
+    total, call = unmerged[first][1], partial(model, pictures[first])
 
     def nearness(method: Method) -> tuple[Nearness, float]:
         near, flops = {}, 0.0
@@ -112,7 +112,7 @@ def main(side: int, folder: str | None = None) -> None:
             gap = interval_cell(paired_difference(near, smaller, each))
             lines.append(
                 [
-                    f"{spent / whole:.1%}",
+                    f"{spent / total:.1%}",
                     row,
                     f"{mean_interval(near, each)['mean']:.3f}",
                     f"{min(near.values()):.2f} ({min(near, key=near.__getitem__)})",

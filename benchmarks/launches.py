@@ -30,12 +30,12 @@ from torch.utils.flop_counter import flop_registry
 from mame_sd.core import min_tokens, restore
 from mame_sd.diffusion import restoring
 
-CARD = torch.device("cuda", 99)  # none: tables that are kept by their device hold no values here
+CARD = torch.device("cuda", 99)  # no real card, so that no cached tensor of one is used
 META = torch.device("meta")
 aten = torch.ops.aten
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
-# Operations that launch nothing, besides those whose result is a view of an argument.
+# Operations that launch nothing, in addition to those whose result is a view of an argument.
 _FREE = re.compile(r"(new_)?empty(_like|_strided)?|_unsafe_view|lift_fresh")
 # Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's
 # sources have them (aten/src/ATen/native/cuda); the two of linear algebra as profiled on an H200.
@@ -57,7 +57,7 @@ _MOVES = re.compile(r"index_(copy|fill|put|add)_|scatter_(add_|reduce_)?")
 _ADDED = {"addmm", "addmm_", "baddbmm", "baddbmm_"}  # the first argument is added to the product
 _PRODUCTS = {"mm", "bmm", "linear", "convolution", "linalg_solve_triangular", *_ADDED}
 _ATTENTION = aten.scaled_dot_product_attention.default
-_AS_ONE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
+_AS_ONE = {aten.linear.default, _ATTENTION}  # counted as one, though PyTorch would decompose them
 
 
 class Work(NamedTuple):

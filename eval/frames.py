@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, ImageCms, ImageOps
 
 from mame_sd.errors import UserError
 
-# Of images, and of images that are not read.
+# Endings of images, and of images that are not read.
 SUFFIXES = (*(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"),)
 UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".ppm", ".pgm", ".svg")
 _SPACES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of colour profiles
@@ -54,11 +54,11 @@ def in_srgb(image: Image.Image) -> Image.Image:
 def as_shown(image: Image.Image) -> Image.Image:
     """Convert an image to 8-bit RGB as viewers show it.
 
-    It is turned as EXIF says and has the colours of its profile. Of 16 bits the upper 8 are used,
-    of several frames the first, and see-through pixels lie on white.
+    It is turned as EXIF says and has the colours of its profile. The upper 8 of 16 bits and the
+    first of several frames are used, and transparent pixels are put on white.
     """
     image = ImageOps.exif_transpose(image)
-    with contextlib.suppress(ValueError):  # viewers leave such a profile out
+    with contextlib.suppress(ValueError):  # viewers ignore such a profile
         image = in_srgb(image)
     if image.mode.startswith("I"):  # Pillow would cut off at 255
         image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))

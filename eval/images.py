@@ -1,9 +1,9 @@
 """Read images from files, without silent changes.
 
 Any file that holds the same picture as 8-bit RGB is accepted: RGB, grey, palettes, an alpha channel
-that hides nothing. Whatever a conversion would change is refused: 16 bits, see-through pixels,
+that hides nothing. Whatever a conversion would change is refused: 16 bits, transparent pixels,
 CMYK, animations, colours of a profile other than sRGB. Pixels are turned as EXIF says, as viewers
-do; `turned_note` says of how many files.
+do; `turned_note` counts such files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
     Args:
         path: The file.
         convert: If True, convert what RGB can't hold unchanged, as other programs show it: CMYK,
-            the upper 8 of 16 bits, see-through pixels on white, the first of several frames, the
+            the upper 8 of 16 bits, transparent pixels on white, the first of several frames, the
             colours of a profile.
 
     Raises:
@@ -90,7 +90,7 @@ def turned_note(files: Iterable[Path]) -> str:
     """Return a note on images that EXIF turns or mirrors, or "" if there are none."""
     count = 0
     for file in files:
-        with contextlib.suppress(Exception), Image.open(file) as image:  # named when it is loaded
+        with contextlib.suppress(Exception), Image.open(file) as image:  # loading reports it
             count += is_turned(image)
     return (
         f"{count} image{'s are' if count > 1 else ' is'} turned as EXIF says, as viewers do"
@@ -108,7 +108,7 @@ def size_of(file: Path) -> tuple[int, int]:
         with Image.open(file) as image:
             width, height = image.size
             across = image.getexif().get(ExifTags.Base.Orientation, 1) in range(5, 9)
-    except Exception:  # which load_image puts into words
+    except Exception:  # load_image explains it
         height, width = load_image(file).shape[:2]
         across = False
     return (height, width) if across else (width, height)
@@ -124,7 +124,7 @@ def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         if np.array(image)[..., 3].min() < 255:
-            raise _wrong_mode(path, "see-through pixels")
+            raise _wrong_mode(path, "transparent pixels")
     if image.mode not in ("RGB", "RGBA", "RGBX", "L", "1", "P"):
         raise _wrong_mode(path, f"mode {image.mode}")
     rgb = image.convert("RGB")
@@ -140,10 +140,7 @@ def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
 
 
 def _wrong_mode(path: Path, got: str) -> UserError:
-    return UserError(
-        f"expected an 8-bit RGB image, but {path} has {got}; convert it to RGB as you want it to be"
-        " seen"
-    )
+    return UserError(f"expected an 8-bit RGB image, but {path} has {got}; convert it to RGB")
 
 
 def to_float(images: Sequence[np.ndarray]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Measure memory on a CPU by the profiler's record of every allocation. CUDA counts by itself."""
+"""Measure memory on a CPU, from the profiler's record of every allocation."""
 
 from __future__ import annotations
 

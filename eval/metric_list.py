@@ -61,7 +61,7 @@ def cost(name: str, label: str, unit: str, digits: int, about: str, **more: Any)
 
 
 _LPIPS = (
-    "Learned perceptual distance to the baseline's image, {} features, at the images' own"
+    "Learned perceptual distance to the baseline's image, AlexNet features, at the images' own"
     " resolution."
 )
 _PSNR = "Peak signal-to-noise ratio to the baseline's image; mean over images that differ from it."
@@ -89,8 +89,7 @@ _DINO: dict[str, Any] = {"digits": 2, "network": "dinov2-saliency"}
 _REFERENCE = "the reference set"
 _INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
 _EVERY = (
-    fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet"), network="lpips-alex"),
-    fidelity("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16"), network="lpips-vgg"),
+    fidelity("lpips", "LPIPS", "lower", _LPIPS, network="lpips-alex"),
     fidelity("psnr", "PSNR", "higher", _PSNR, unit="dB", digits=2),
     fidelity("psnr_object", "PSNR of the object", "higher", _OBJECT, unit="dB", digits=2),
     fidelity("ssim", "SSIM", "higher", _SSIM),

@@ -17,6 +17,7 @@ from torch import nn
 from mame_sd.captions.captioner_registry import is_captioner, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED
+from mame_sd.handle import Handle
 from mame_sd.perception.encoder_registry import is_encoder
 
 if TYPE_CHECKING:
@@ -152,9 +153,9 @@ def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], R
     return apply_encoder, encoder_restored
 
 
-def _advised(handle: Any, stacklevel: int) -> Any:
+def _advised(handle: Handle[Any], stacklevel: int) -> Any:
     """Return the handle, with a warning if a smaller image is more exact than so much merging."""
-    if advice := handle.advice() if hasattr(handle, "advice") else "":
+    if advice := handle.advice():
         warnings.warn(advice, UserWarning, stacklevel=stacklevel)
     return handle
 

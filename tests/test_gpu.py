@@ -72,7 +72,7 @@ def test_the_default_row_follows_the_one_table(card: Card) -> None:
 
 
 def test_mlps_of_sdxl_are_restored_by_default_on_slow_cards_alone() -> None:
-    case = gpu.CASES["SDXL at 1024"]()
+    case = unet(SDXL, 1024, transformer_layers_per_block=1)  # one block of each width
     for card, restores in (("3090", True), ("4090", False), ("A100", False)):
         work = gpu.count(case, ROWS["default"], CARDS[card].capability)
         assert any(one.restores for one in work) is restores

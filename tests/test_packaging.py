@@ -122,9 +122,8 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
     )
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     parents = [p for p in sys.path if p.endswith("site-packages")]
-    (site / "zz_parent.pth").write_text(
-        "\n".join(parents) + "\n"
-    )  # libraries of the running environment, after the wheel
+    # Libraries of the running environment come after the wheel.
+    (site / "zz_parent.pth").write_text("\n".join(parents) + "\n")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
     subprocess.run([*pip, str(site), str(wheel)], check=True)
     places = [str(ROOT / "mame_sd" / "embedded"), str(site / "mame_sd_models")]

@@ -108,8 +108,8 @@ def ceiling_gate(
         nearer(metric, value[metric.name].mean) for metric in metrics for value in by_method
     )
     got = ", ".join(f"{metric.label} {limit:.3g}" for metric, limit in ceiling.items())
-    expected = "every method nearer to the baseline than the next prompt's image is"
-    return Gate("unrelated pairing, the ceiling", expected, got, passed)
+    expected = "every method nearer to the baseline than the next prompt's image"
+    return Gate("distance to another prompt's image", expected, got, passed)
 
 
 def unrelated_pairs(run: Run) -> list[Pair]:

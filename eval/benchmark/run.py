@@ -2,8 +2,8 @@
 
     OUT/runs/<row>/            run folders, as `mame-sd generate` writes them
     OUT/bench.jsonl            every timing
-    OUT/results.json           everything known so far, rewritten after each step
-    OUT/report.html, ...       made from results.json
+    OUT/results.json           all results so far, rewritten after each step
+    OUT/report.html            made from results.json
 
 Images and timings continue where they were stopped, so the same command resumes a run. Several
 processes share the images; the main one does everything else.
@@ -23,6 +23,7 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.errors import MachineError, UserError
+from mame_sd.report import counted
 from mame_sd.runs.generate import environment, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
@@ -42,7 +43,7 @@ from ..stats import paired_difference
 from .bench import alike_batches, bench
 from .gates import ceiling_gate, repeat_gates
 from .results import BUSY, TIMINGS, commit, resumed, write_results
-from .rows import BASELINE, FLOOR, RIVAL, Row
+from .rows import BASELINE, FLOOR, ONE_FEWER, RIVAL, Row
 from .sensitivity import sensitivity
 from .suites import Suite
 from .timings import summary, timing_gate
@@ -71,7 +72,7 @@ class Benchmark:
         prompt_file: Name and digest of the prompt file, for the manifest.
         command: The command that makes it again, for the report.
         process: This process among several, which must have joined one another.
-        results: What is known so far.
+        results: The results so far.
     """
 
     suite: Suite
@@ -121,7 +122,7 @@ class Benchmark:
         return self.results
 
     def _before(self) -> Results:
-        """Return what is known before anything is measured."""
+        """Return the results before anything is measured."""
         rows = [
             row.line(row.config, row.lacking or NOT_YET, f"runs/{row.name}") for row in self.rows
         ]
@@ -129,8 +130,8 @@ class Benchmark:
         about = {} if self.reference is None else self.reference.about()
         file = (self.prompt_file or {}).get("name")
         here = (
-            f"{len(self.prompts)} prompts{f' ({file})' if file else ''}, {settings.steps}"
-            f" step{'s' * (settings.steps != 1)}, seed {settings.seed}, model"
+            f"{counted(len(self.prompts), 'prompt')}{f' ({file})' if file else ''},"
+            f" {counted(settings.steps, 'step')}, seed {settings.seed}, model"
             f" {self.model.identity['name']}"
         )
         return Results(
@@ -218,7 +219,7 @@ class Benchmark:
         self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:
-        """Return why a metric can't be given for `run` on this machine, or None."""
+        """Return why a metric can't be computed for `run` on this machine, or None."""
         reason = withheld(metric, run, self.reference)
         if reason is not None:
             return reason
@@ -234,12 +235,16 @@ class Benchmark:
             self.results.notes.append(note)
 
     def _compare_rows(self, baseline: Run) -> None:
-        """Compute p-values of fidelity against tomesd at 50 %, of quality against the baseline."""
+        """Compute p-values of fidelity against a rival, and of quality against the baseline.
+
+        The rival is tomesd at 50 % or, if that wasn't measured, one step fewer.
+        """
         prompts = {item.key: item.prompt_id for item in baseline.items.values()}
         rows = {row.name: row for row in self.results.measured}
         for row in rows.values():
             for name, values in row.per_image.items():
-                other = rows.get(RIVAL if METRICS[name].needs == "pair" else BASELINE)
+                near = METRICS[name].needs == "pair"
+                other = (rows.get(RIVAL) or rows.get(ONE_FEWER)) if near else rows[BASELINE]
                 if other is None or row is other or name not in other.per_image:
                     continue
                 difference = paired_difference(values, other.per_image[name], prompts)
@@ -249,7 +254,7 @@ class Benchmark:
         self._save()
 
     def judge(self) -> None:
-        """Say whether the model and prompts can tell methods apart, given mean attention."""
+        """Say whether the model and prompts can distinguish methods, if mean attention was run."""
         rows = self.results.measured
         if any(row.name == FLOOR for row in rows):
             self.results.sensitivity = sensitivity(rows, FLOOR, RIVAL)

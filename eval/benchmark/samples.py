@@ -1,9 +1,9 @@
 """Measure nearness and cost of rows on a model that is no text-to-image pipeline.
 
-It is anything that makes samples from a seed, such as a published UNet of terrain or a small
-transformer of photographs. Samples are compared as they are, not as 8-bit images, so that
-differences below a level of an image count. Every draw makes a batch of samples in every row, one
-right after another, so draws are the rounds of timing, too.
+The model makes samples from a seed, as a published UNet of terrain and a small transformer of
+photographs do. Samples are compared as floats, so differences too small for 8-bit images count. In
+each draw every row makes a batch of samples, one row right after another, so that draws are also
+the rounds of timing.
 """
 
 from __future__ import annotations

@@ -76,10 +76,7 @@ SUITES = {
     for suite in (
         Suite(
             name="quick",
-            about=(
-                "Meant as a look at everything in minutes, on the embedded model that can tell"
-                " methods apart."
-            ),
+            about=("A comparison in minutes, on an embedded model that can distinguish methods."),
             model="embedded-transformer",
             prompts="drawn",
             num=8,
@@ -104,7 +101,7 @@ SUITES = {
             seed=42,
             height=768,
             width=768,
-            metrics=(*_PAPER, "lpips_vgg", "clip_image", "fid_to_baseline", *_COST),
+            metrics=(*_PAPER, "clip_image", "fid_to_baseline", *_COST),
             rounds=5,
             rows=f"tomesd-25,mame-0.7,{USUAL}",
         ),

@@ -16,7 +16,7 @@ FORMAT = "mame-sd timings 3"
 KEYS = ("round", "method")
 MEBIBYTE = 2**20
 BUSY = "the machine was busy"
-TIMING_GATE = "timing on a machine with nothing else to do"
+TIMING_GATE = "timing on an idle machine"
 LARGEST_SPREAD = 0.25  # of the baseline's rounds: (longest - shortest) / median
 SMALLEST_SHARE = 0.6  # of the cores' time that the process had, at the median
 
@@ -161,8 +161,8 @@ def summary(
 def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> Gate:
     """Check if wall-clock seconds of this machine are valid, as one of the sanity gates.
 
-    On a busy machine the baseline's own rounds differ, and the process waits, so that its CPU
-    seconds are fewer than the wall clock's. Then wall-clock seconds are withheld.
+    On a busy machine the baseline's rounds differ, and the process waits, so that its CPU seconds
+    are fewer than the wall-clock seconds. Then the latter are withheld.
 
     Args:
         timings: Timings by row, in the order of rounds.
@@ -174,7 +174,7 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
     every = [timing for of_row in timings.values() for timing in of_row]
     shares = [t.cpu / (t.seconds * cores) for t in every if t.cpu is not None]
     share = quartiles(shares)[1] if shares else None
-    expected = f"at least 2 rounds, the baseline's within {LARGEST_SPREAD:.0%}"
+    expected = f"at least 2 rounds, the baseline's at most {LARGEST_SPREAD:.0%} apart"
     got = f"{len(own)} round{'s' * (len(own) != 1)}, {spread:.0%} apart"
     passed = len(own) > 1 and spread <= LARGEST_SPREAD
     if share is not None:

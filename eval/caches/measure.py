@@ -1,4 +1,4 @@
-"""Measure every method on one prompt: one prefill, then what follows for each method and share."""
+"""Measure every method on one passage: one prefill, then the rest for each method and share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tables import Row
 from .cases import Case
 from .methods import KVzip
 
-FULL = "full", 1.0  # the row of the whole cache
+FULL = "full", 1.0  # the row of the full cache
 
 
 class Recorder(Selection):
@@ -27,7 +27,7 @@ class Recorder(Selection):
     views: Sequence[CacheView] = ()
 
     def score_layer(self, view: CacheView, keep: float) -> Any:
-        """Return the whole view, with the layer's input."""
+        """Return the view with the layer's input."""
         return view
 
     def lengths(self, views: Sequence[CacheView], scored: Sequence[Any], keep: float) -> Tensor:
@@ -103,7 +103,7 @@ class Meter:
 
 
 def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
-    """Return a cache that holds what was kept of `seen` tokens."""
+    """Return a cache of what was kept of `seen` tokens."""
     cache = DynamicCache()
     cache.layers = [CompressedLayer(one, seen) for one in kept]
     return cache
@@ -112,7 +112,7 @@ def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
 def measure(
     meter: Meter, rows: Mapping[str, Row], case: Case, missing: Sequence[tuple[str, float]]
 ) -> Iterator[tuple[tuple[str, float], dict[str, Any]]]:
-    """Measure rows with their shares of the cache on one case; `FULL` is the whole cache.
+    """Measure rows with their shares of the cache on one case; `FULL` is the full cache.
 
     Args:
         meter: Runs prompts.

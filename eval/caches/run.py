@@ -35,7 +35,7 @@ def run_cache(
     out: Path,
     on_progress: Callable[[int, int], object],
 ) -> list[dict[str, Any]]:
-    """Measure what `out` doesn't hold yet.
+    """Measure what is missing in `out`.
 
     Args:
         settings: The options of the command.

@@ -49,13 +49,15 @@ class CacheSettings:
         for name, least in limits:
             value = getattr(self, name)
             if value < least:
-                raise UserError(f"--{name}: expected at least {least}, got {value}")
+                raise UserError(f"--{name}: expected at least {least}, got {value}; raise it")
         if self.half not in HALVES:
-            raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}")
+            raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}; give one")
         named(self.rows, dict.fromkeys(ROWS))
         for share in self.kept:
             if not 0 < share < 1:
-                raise UserError(f"--shares: expected shares above 0 and below 1, got {share}")
+                raise UserError(
+                    f"--shares: expected shares above 0 and below 1, got {share}; correct it"
+                )
 
     @property
     def kept(self) -> tuple[float, ...]:
@@ -64,5 +66,5 @@ class CacheSettings:
             return tuple(float(part) for part in self.shares.split(","))
         except ValueError:
             raise UserError(
-                f"--shares: expected numbers with commas between, got {self.shares!r}"
+                f"--shares: expected numbers with commas between, got {self.shares!r}; correct it"
             ) from None

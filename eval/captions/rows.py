@@ -141,7 +141,7 @@ def renumbered(row: On, model: Any) -> Iterator[PromptShortener]:
     """
 
     def count(module: nn.Module, args: Any, call: dict[str, Any]) -> Any:
-        mask = call.get("attention_mask")  # of what is left; None: nothing merged
+        mask = call.get("attention_mask")  # of the tokens that are left; None if nothing merged
         if mask is None:
             return None
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)

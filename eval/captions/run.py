@@ -49,7 +49,7 @@ def run_caption(
     out: Path,
     on_note: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Caption what `out` doesn't hold yet.
+    """Caption what is missing in `out`.
 
     Args:
         settings: The options of the command.
@@ -92,7 +92,7 @@ def caption_pictures(
     store: Store,
     on_note: Callable[[str], object],
 ) -> None:
-    """Caption every picture by every row that `store` doesn't hold yet, the baseline first.
+    """Caption every picture by every row that is missing in `store`, the baseline first.
 
     Args:
         captioner: The captioner.

@@ -8,7 +8,7 @@ from typing import Any
 from mame_sd.cli.console import note
 from mame_sd.errors import UserError
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.runs.processes import joined, this_process
+from mame_sd.runs.processes import this_process
 
 from ..benchmark.results import check_out
 from ..images import turned_note
@@ -30,7 +30,7 @@ def run_classify(
     out: Path,
     choice: ModelChoice,
     command: str,
-) -> Results | None:
+) -> Results:
     """Run rows on the images that the options name, and write the report.
 
     Args:
@@ -41,9 +41,6 @@ def run_classify(
         choice: the model.
         command: command that makes the report again.
 
-    Returns:
-        The results; None if this is not the main process.
-
     Raises:
         UserError, MachineError: what was done before is kept, and the same call continues.
     """
@@ -51,26 +48,23 @@ def run_classify(
 
     check_out(out)
     assert options.data is not None
-    process = this_process()
-    encoder = load_encoder(choice, process.local_rank)
+    if this_process().count > 1:
+        raise UserError("classify: expected one process, got several; start it alone")
+    encoder = load_encoder(choice)
     images = open_images(options.data, options.num, encoder.frames)
-    if process.is_main and (said := turned_note(images.folder / name for name in images.files)):
+    if said := turned_note(images.folder / name for name in images.files):
         note(said)
     head, images, about = make_head(encoder, images, options)
-    with joined(process):
-        results = Classification(
-            suite=suite,
-            asked=Asked(head, images, options.batch_size),
-            about=about,
-            rows=rows,
-            rounds=options.rounds,
-            out=out,
-            process=process,
-            stage=stages(process),
-            command=command,
-        ).run()
-    if not process.is_main:
-        return None
+    results = Classification(
+        suite=suite,
+        asked=Asked(head, images, options.batch_size),
+        about=about,
+        rows=rows,
+        rounds=options.rounds,
+        out=out,
+        stage=stages(this_process()),
+        command=command,
+    ).run()
     render(results, out)
     check_gates(results, out)
     return results

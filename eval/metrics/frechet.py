@@ -117,7 +117,7 @@ def load_statistics(path: Path) -> Statistics:
     if covariance.shape != (mean.numel(), mean.numel()) or mean.ndim != 1:
         raise _bad_statistics(path, f"mu is {list(mean.shape)} and sigma {list(covariance.shape)}")
     if not (mean.isfinite().all() and covariance.isfinite().all()):
-        raise _bad_statistics(path, "it holds NaN or infinity")
+        raise _bad_statistics(path, "it contains NaN or infinity")
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     if values[0] < -1e-3 * max(values[-1].item(), 1e-12):
         raise _bad_statistics(path, f"sigma has the eigenvalue {values[0].item():g}")

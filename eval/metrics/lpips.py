@@ -23,14 +23,15 @@ from ..networks import full_precision
 from ..weights.files import Tensors, tensors_sha256
 from ..weights.load import load
 
-MIN_SIDE = 32  # the smallest that every backbone can pool
+MIN_SIDE = 32  # the smallest side that AlexNet can pool
 # of inputs in [-1, 1], from the authors' code
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 _PIXELS_AT_ONCE = 4 * 512 * 512
 Layer = Callable[..., Tensor]  # (x, stride=1, padding=0): the next convolution and its ReLU
 
 
-def _alex(x: Tensor, layer: Layer) -> Iterator[Tensor]:
+def _alexnet(x: Tensor, layer: Layer) -> Iterator[Tensor]:
+    """Yield the features of AlexNet's five convolutions."""
     yield (x := layer(x, stride=4, padding=2))
     yield (x := layer(F.max_pool2d(x, 3, 2), padding=2))
     yield (x := layer(F.max_pool2d(x, 3, 2), padding=1))
@@ -38,39 +39,22 @@ def _alex(x: Tensor, layer: Layer) -> Iterator[Tensor]:
     yield layer(x, padding=1)
 
 
-def _vgg(x: Tensor, layer: Layer) -> Iterator[Tensor]:
-    for block, depth in enumerate((2, 2, 3, 3, 3)):
-        if block:
-            x = F.max_pool2d(x, 2, 2)
-        for _ in range(depth):
-            x = layer(x, padding=1)
-        yield x
-
-
-BACKBONES = {"alex": _alex, "vgg": _vgg}
-
-
 class Lpips:
-    """LPIPS with one backbone. Call it with two batches of images.
+    """LPIPS with the features of AlexNet. Call it with two batches of images.
 
     Args:
-        net: "alex" or "vgg".
         tensors: `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier, and
             `head{i}` [channels].
         device: Where it computes.
 
     Attributes:
-        name: "lpips-alex" or "lpips-vgg".
+        name: Name of the network.
         weights_hash: sha256 of its weights.
-
-    Raises:
-        ValueError: If `net` is unknown.
     """
 
-    def __init__(self, net: str, tensors: Tensors, device: torch.device | str = "cpu") -> None:
-        if net not in BACKBONES:
-            raise ValueError(f"expected an LPIPS net of {', '.join(BACKBONES)}, got {net!r}")
-        self.name, self.net = f"lpips-{net}", net
+    name = "lpips-alex"
+
+    def __init__(self, tensors: Tensors, device: torch.device | str = "cpu") -> None:
         self.weights_hash = tensors_sha256(tensors)
         self.tensors = {name: value.to(device, torch.float32) for name, value in tensors.items()}
         self.device = torch.device(device)
@@ -107,7 +91,7 @@ class Lpips:
             return F.relu(F.conv2d(x, weight, bias, stride, padding))
 
         total = torch.zeros(len(a), dtype=torch.float64)
-        for index, features in enumerate(BACKBONES[self.net]((images - shift) / scale, layer)):
+        for index, features in enumerate(_alexnet((images - shift) / scale, layer)):
             unit = features / (features.square().sum(1, keepdim=True).sqrt() + 1e-10)
             gap = (unit[: len(a)] - unit[len(a) :]).square()  # [n, channels, h, w]
             weighed = torch.einsum("nchw,c->nhw", gap, self.tensors[f"head{index}"])
@@ -116,7 +100,6 @@ class Lpips:
 
 
 def load_lpips(
-    net: str = "alex",
     weights_dir: Path | None = None,
     offline: bool = False,
     device: torch.device | str = "cpu",
@@ -124,7 +107,6 @@ def load_lpips(
     """Load LPIPS with its published weights.
 
     Args:
-        net: "alex" or "vgg".
         weights_dir: Folder that is searched first.
         offline: If True, nothing is fetched.
         device: Where it computes.
@@ -133,4 +115,4 @@ def load_lpips(
         UserError: As `weights.load.find`.
         MachineError: As `weights.load.find`.
     """
-    return Lpips(net, load(f"lpips-{net}", weights_dir, offline), device)
+    return Lpips(load(Lpips.name, weights_dir, offline), device)

@@ -54,8 +54,8 @@ def object_psnr(a: Tensor, b: Tensor) -> Tensor:
 def object_mask(images: Tensor) -> Tensor:
     """Find the pixels that differ from all colours of their image's border.
 
-    The embedded models draw one subject on a plain or patterned ground that fills the border. No
-    prompt says where the subject is, so the unmerged image tells.
+    The embedded models draw one subject on a plain or patterned ground that fills the border. The
+    prompts don't say where the subject is, so it is found in the unmerged image.
 
     Args:
         images: [n, 3, H, W] in [0, 1].

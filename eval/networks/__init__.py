@@ -13,8 +13,8 @@ import torch
 def full_precision() -> Iterator[None]:
     """Compute as the scores are defined, for a `with` block.
 
-    There are no gradients, products are in whole float32 and kernels are repeatable, whatever the
-    caller allows elsewhere. Settings of TensorFloat-32 and bfloat16 are restored afterwards.
+    Gradients are off, products are in float32 without TensorFloat-32 or bfloat16, and kernels are
+    deterministic. The caller's settings are restored afterwards.
     """
     cuda: Any = torch.backends.cudnn
     cpu: Any = torch.backends.mkldnn

@@ -29,7 +29,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def load_dinov2(weights_dir: Path | None = None, offline: bool = False) -> Any:
     """Load the trained DINOv2-S (patches of 14) as transformers' Dinov2Model, in eval mode.
 
-    It comes with a saliency head; whether it was fine-tuned with that isn't known. Raises as
+    It was published with a saliency head, and may have been fine-tuned with it. Raises as
     `eval.weights.load.load` does.
     """
     from transformers import Dinov2Config, Dinov2Model

@@ -1,9 +1,9 @@
 """Measure one row: its answers to every image, with tokens and FLOPs of every batch, and its speed.
 
-    OUT/answers/<row>.<rank>.jsonl     a head that says what they belong to, then a line per batch
-    OUT/bench.jsonl                    every timing
+    OUT/answers/<row>.jsonl     a head that says what they belong to, then a line per batch
+    OUT/bench.jsonl             every timing
 
-Both files grow as results are made, so that a stopped run continues. Processes share the batches.
+Both files grow as results are made, so that a stopped run continues.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from mame_sd.runs.processes import Process
 
 from ..benchmark.timings import Timing, timed_rounds
 from ..memory import peak_bytes, weight_bytes
@@ -46,9 +44,6 @@ class Batch:
     tokens: list[float]
 
 
-Batches = dict[int, Batch]
-
-
 @dataclass(frozen=True)
 class Asked:
     """What is measured: a model that answers, images, and the size of a batch."""
@@ -73,35 +68,30 @@ def answers_of(
     method: Method,
     file: Path,
     about: Mapping[str, Any],
-    process: Process,
     on_progress: Progress,
-) -> Batches:
-    """Answer every batch under `method`, on every process.
+) -> list[Batch]:
+    """Answer every batch under `method`.
 
-    Batches that `file` holds already are not computed again if they belong to the same `about`.
+    Batches that `file` holds are not computed again if they belong to the same `about` and to
+    unchanged images.
 
     Args:
         asked: The model and the images.
         method: What the row does to the model.
-        file: Path without the rank, which is inserted before its suffix.
+        file: JSON lines that hold the answers.
         about: Everything that decides the answers, as JSON values.
-        process: This process.
         on_progress: Called with the number of images done and of all images.
 
     Returns:
-        All batches by number.
+        All batches in order.
 
     Raises:
-        UserError: If an image can't be read; what was done before is kept.
+        UserError: If an image can't be read, or if `file` isn't one of this version; what was done
+            before is kept.
     """
     batches, images = asked.batches, asked.images
     files = [images.digest(images.files[place] for place in batch) for batch in batches]
-    done = read_batches(file, about, files)
-    process.wait()  # everyone has read before anyone writes
-    mine = [number for number in range(len(batches)) if number not in done]
-    mine = mine[process.rank :: process.count]
-    path = file.with_name(f"{file.stem}.{process.rank}{file.suffix}")
-    store = Store(path, FORMAT, "answers", about, KEYS, fresh=True)
+    store = Store(file, FORMAT, "answers", about, KEYS, fresh=True)
 
     def key(number: int, row: None) -> dict[str, Any]:
         return {"batch": number, "files": files[number]}
@@ -114,41 +104,14 @@ def answers_of(
         tokens = [report.layers[0].tokens_in, *(block.tokens_kept for block in report.layers)]
         yield None, {"answers": answers, "flops": report.flops, "tokens": tokens}
 
-    before = len(done)
-
     def tell(count: int, total: int) -> None:
-        on_progress(min((before + count) * asked.size, len(images.files)), len(images.files))
+        on_progress(min(count * asked.size, len(images.files)), len(images.files))
 
-    measure_cases(store, mine, [None], measure, key, on_progress=tell)
-    answered = {number: _batch(store.lines[number, files[number]]) for number in mine}
-    for others in process.all_gather(answered):
-        done.update(others)
-    return dict(sorted(done.items()))
-
-
-def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> Batches:
-    """Read the batches that the files of all processes hold.
-
-    Args:
-        file: Path without the rank.
-        about: Everything that decides the answers; batches of other settings are left out.
-        files: The current digest of each batch's images; batches of changed images are left out.
-
-    Raises:
-        UserError: If a file isn't one of this version.
-    """
-    batches: Batches = {}
-    for path in sorted(file.parent.glob(f"{file.stem}.*{file.suffix}")):
-        if not path.suffixes[-2][1:].isdigit():
-            continue
-        store = Store(path, FORMAT, "answers", about, KEYS, fresh=True)
-        for number, digest in enumerate(files):
-            if (number, digest) in store.lines:
-                try:
-                    batches[number] = _batch(store.lines[number, digest])
-                except TypeError as error:
-                    raise store.refused(error) from None
-    return batches
+    measure_cases(store, range(len(batches)), [None], measure, key, on_progress=tell)
+    try:
+        return [_batch(store.lines[one]) for one in enumerate(files)]
+    except TypeError as error:
+        raise store.refused(error) from None
 
 
 def _batch(line: Mapping[str, Any]) -> Batch:

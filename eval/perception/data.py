@@ -220,7 +220,7 @@ def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:
         raise UserError(
             f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
             f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"
-            " which the model has not; rename the folders, or give another model"
+            " which the model lacks; rename the folders, or give another model"
         )
     numbers = (labels[images.classes[label]] for label in images.labels or ())
     return replace(images, labels=tuple(numbers)), "class folders by name"

@@ -26,7 +26,7 @@ from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder, name_of
 
 EMBEDDED_ENCODER = EMBEDDED + "clip"
-SMALLEST = 2  # pixels; of one nothing can be told
+SMALLEST = 2  # pixels a side
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 _TIMM_NAME = re.compile(r"\w+\.\w+")  # such as deit_small_patch16_224.fb_in1k
 
@@ -85,7 +85,7 @@ class LoadedEncoder:
             images: Images uint8 [H, W, 3], or clips [frames, H, W, 3] for a model of clips.
 
         Raises:
-            UserError: If the processor makes several sizes of them.
+            UserError: If the processor doesn't bring them to one size.
         """
         batch: Any = list(images) if self.frames is None else [list(clip) for clip in images]
         try:
@@ -94,7 +94,7 @@ class LoadedEncoder:
             sizes = sorted({(one.shape[-2], one.shape[-3]) for one in images})
             names = ", ".join(f"{width} x {height}" for width, height in sizes[:3])
             raise UserError(
-                f"expected images that the model's processor makes one size of, got {names}"
+                f"expected images that the model's processor brings to one size, got {names}"
                 f" ({first_line(error)}); give images of one size, or --batch-size 1"
             ) from error
         dtype = next(iter(self.model.parameters())).dtype
@@ -115,21 +115,19 @@ def check_size(image: np.ndarray, name: str) -> None:
         )
 
 
-def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
+def load_encoder(choice: ModelChoice) -> LoadedEncoder:
     """Load a model with a vision transformer that can merge.
 
     Args:
         choice: Its model, dtype, device, revision and offline fields are used. A name of timm with
             its tag means the hub's model of that name.
-        local_rank: The CUDA device that "auto" and "cuda" mean, among several processes on this
-            machine.
 
     Raises:
         UserError: If the model or the device is missing, a file can't be read, or no vision
             transformer can merge.
         MachineError: If weights could not be fetched.
     """
-    device = pick_device(choice.device, local_rank)
+    device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
     name = choice.model or EMBEDDED_ENCODER
     if _TIMM_NAME.fullmatch(name) and not Path(name).exists():

@@ -107,7 +107,7 @@ def merged(
                 else:
                     handle = ablated(model, chosen, ablation, **fields)
             except ValueError as error:
-                raise NotApplicable(f"this model can't merge so: {error}") from None
+                raise NotApplicable(f"this model can't merge like this: {error}") from None
             yield handle
 
     return Method({"mame": config}, on)

@@ -69,8 +69,9 @@ class RivalBlock(MergedBlock):
         assert self.counts is not None
         prefix = self.shared.num_prefix_tokens
         keys, queries = self._heard.get("keys"), self._heard.get("queries")
-        told = self.shared.capturing
-        tokens = BlockTokens(x, prefix, self._place, sizes, keys, queries, self._places, told)
+        tokens = BlockTokens(
+            x, prefix, self._place, sizes, keys, queries, self._places, self.shared.capturing
+        )
         self._heard = {}
         reduced = self.rule(tokens)
         if self.shared.capturing and reduced.kept is not None:

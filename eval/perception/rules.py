@@ -33,7 +33,7 @@ class BlockTokens:
         keys: The attention's keys [B, heads, L, d], or None if the rule doesn't ask for them.
         queries: The attention's queries [B, heads, L, d], or None if the rule doesn't ask for them.
         places: Number of blocks that reduce tokens.
-        told: True if the rule has to say which tokens it kept.
+        capturing: True if the rule has to return which tokens it kept.
     """
 
     x: Tensor
@@ -43,7 +43,7 @@ class BlockTokens:
     keys: Tensor | None = None
     queries: Tensor | None = None
     places: int = 1
-    told: bool = False
+    capturing: bool = False
 
 
 @dataclass
@@ -147,7 +147,7 @@ class ToMe(EveryBlock):
         odd = x.shape[1] // 2 - tokens.prefix // 2
         cost = (x.shape[1] - tokens.prefix - odd) * odd * metric.shape[-1]
         kept = None
-        if tokens.told:
+        if tokens.capturing:
             places = torch.arange(x.shape[1], device=x.device).expand(len(x), -1).unsqueeze(-1)
             kept = merge(places, True).squeeze(-1)
         return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost, kept)

@@ -1,8 +1,8 @@
 """A classification benchmark from images to results: answers of every row, speed and checks.
 
     OUT/answers/, OUT/bench.jsonl      see `answers`
-    OUT/results.json                   everything that is known so far, rewritten after each step
-    OUT/report.html, ...               made of results.json
+    OUT/results.json                   all results so far, rewritten after each step
+    OUT/report.html                    made from results.json
 
 Every step continues where it was stopped, so the same command resumes a run.
 """
@@ -20,7 +20,6 @@ import torch
 
 from mame_sd.runs.generate import environment
 from mame_sd.runs.merging import NotApplicable
-from mame_sd.runs.processes import Process
 
 from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import of_rounds, summary
@@ -69,10 +68,9 @@ class Classification:
         rows: The first one is the baseline, and each rival follows the row whose FLOPs it takes.
         rounds: Number of rounds of timing.
         out: Folder of results.
-        process: This process.
         stage: Opens a step of that name and returns its progress callback.
         command: The command that makes it again, for the report.
-        results: What is known so far.
+        results: The results so far.
     """
 
     suite: str
@@ -81,7 +79,6 @@ class Classification:
     rows: Sequence[Row]
     rounds: int
     out: Path
-    process: Process
     stage: Stage
     command: str = ""
     results: Results = field(init=False)
@@ -92,7 +89,7 @@ class Classification:
         """Run everything in order.
 
         Returns:
-            The results; on the main process they are those of results.json.
+            The results, which are those of results.json.
 
         Raises:
             UserError, MachineError: What was done before is kept; the same call continues.
@@ -101,14 +98,12 @@ class Classification:
         self._save()
         for row in self.rows:
             self._answer(row)
-        if self.process.is_main:
-            self._time()
-            self._check()
-        self.process.wait()
+        self._time()
+        self._check()
         return self.results
 
     def _before(self) -> Results:
-        """Return what is known before anything is measured."""
+        """Return the results before anything is measured."""
         encoder, images = self.asked.head.encoder, self.asked.images
         about, labelled = images.about(), images.labels is not None
         rows = [
@@ -129,7 +124,6 @@ class Classification:
             },
             "environment": {
                 **environment(encoder.device),
-                "processes": self.process.count,
                 "attention": getattr(encoder.model.config, "_attn_implementation", None),
             },
         }
@@ -156,13 +150,12 @@ class Classification:
                     method,
                     self.out / "answers" / f"{row.name}.jsonl",
                     {**settings_of(self.results.manifest), "method": method.config},
-                    self.process,
                     on_progress,
                 )
         except NotApplicable as error:
             line.measured, line.reason = False, str(error)
         else:
-            self._methods[row.name], self._found[row.name] = method, list(batches.values())
+            self._methods[row.name], self._found[row.name] = method, batches
             line.measured, line.reason = True, None
             line.values.update(self._values(row.name))
         self._save()
@@ -198,7 +191,7 @@ class Classification:
         count = len(answers)
 
         def mean(value: Callable[[Batch], float]) -> Value:
-            """Over images, of what is known of batches."""
+            """Return the mean over images of a value of their batches."""
             total = sum(value(batch) * len(batch.answers) for batch in self._found[name])
             return Value(mean=total / count, n=count)
 
@@ -232,7 +225,7 @@ class Classification:
         return self.results.row(name).values["flops"].mean or 0.0
 
     def _time(self) -> None:
-        """Measure speed and memory, on the main process while the others wait."""
+        """Measure speed and memory."""
         about = {
             **settings_of(self.results.manifest),
             "environment": self.results.manifest["environment"],
@@ -271,8 +264,7 @@ class Classification:
         self._save()
 
     def _save(self) -> None:
-        if self.process.is_main:
-            write_results(self.out, self.results)
+        write_results(self.out, self.results)
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:

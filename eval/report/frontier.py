@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import matplotlib
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
@@ -23,6 +25,10 @@ from .select import Focus
 PLACES = (
     (10, 0, "left", "center"),
     (-10, 0, "right", "center"),
+    (8, 2, "left", "bottom"),
+    (8, -2, "left", "top"),
+    (-8, 2, "right", "bottom"),
+    (-8, -2, "right", "top"),
     (0, 10, "center", "bottom"),
     (0, -10, "center", "top"),
     (-6, 9, "left", "bottom"),
@@ -160,12 +166,12 @@ def _limits(values: Sequence[Value]) -> tuple[float, float]:
 def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
     """Write each row's name at the first of `PLACES` that is free, if any.
 
-    A place is free if the name covers no other name or point and lies within the plot; places off
-    the intervals come first.
+    A place is free if the name covers no other name or point and lies within the plot. Places where
+    it covers no interval and no part of the band come first.
     """
     inside = axes.get_window_extent()
     taken = [_around(axes, point) for point in plotted]
-    bars = [_bar(axes, point) for point in plotted]
+    bars = [bar for point in plotted for bar in _bars(axes, point)] + _band(axes, best)
     tries = [(place, covered) for covered in (False, True) for place in PLACES]
     for point in sorted(plotted, key=lambda p: (not p.row.default, p not in best)):
         for (dx, dy, across, along), covered in tries:
@@ -188,12 +194,26 @@ def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
             text.remove()
 
 
-def _bar(axes: Axes, point: Point) -> Bbox:
-    """Return what a point's interval of closeness covers, in units of the drawing."""
+def _bars(axes: Axes, point: Point) -> list[Bbox]:
+    """Return what a point's two intervals cover, in units of the drawing."""
     x, y = point.at
-    ends = point.near.interval or (y, y)
-    (x0, y0), (x1, y1) = (axes.transData.transform((x, end)) for end in ends)
-    return Bbox.from_extents(x0 - 1, min(y0, y1), x1 + 1, max(y0, y1))
+    bars = []
+    for across, along in (((x, x), point.near.interval), (point.speed.interval, (y, y))):
+        if across is not None and along is not None:
+            ends = axes.transData.transform(list(zip(across, along, strict=True)))
+            (x0, y0), (x1, y1) = ends.min(0), ends.max(0)
+            bars.append(Bbox.from_extents(x0 - 1, y0 - 1, x1 + 1, y1 + 1))
+    return bars
+
+
+def _band(axes: Axes, best: Sequence[Point]) -> list[Bbox]:
+    """Return what the frontier's band covers, in small squares, in units of the drawing."""
+    places = [axes.transData.transform(point.at) for point in best]
+    return [
+        Bbox.from_bounds(x - 4, y - 4, 8, 8)
+        for start, end in pairwise(places)
+        for x, y in np.linspace(start, end, 40)
+    ]
 
 
 def _around(axes: Axes, point: Point) -> Bbox:

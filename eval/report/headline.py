@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from ..results.schema import MethodResult, Results, Value
+from dataclasses import dataclass
+
+from ..results.schema import Column, MethodResult, Results, Value
 from .frontier import points
 from .numbers import number
 from .select import PUBLISHED, Focus, focus
+
+
+@dataclass(frozen=True)
+class Card:
+    """One row in large type.
+
+    Attributes:
+        role: Why it is shown, such as "nearest rival".
+        row: The row.
+        speed: How many times as fast as the baseline it is.
+        between: The interval of the speed, or "".
+        seconds: Its seconds and the baseline's, or another latency, or "".
+        near: Its closeness to the baseline.
+        about: Name of that metric, and which values are closer.
+    """
+
+    role: str
+    row: MethodResult
+    speed: str
+    between: str
+    seconds: str
+    near: str
+    about: str
 
 
 def summary(results: Results) -> str:
@@ -27,11 +52,13 @@ def headline(chosen: Focus) -> str:
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """Compare with rivals, or return "" if there is nothing to say.
+    """Say how fast and how close the nearest and the fastest rival are, and add the remarks."""
+    said = [_about(f"The {role}", chosen, row) for role, row in _rivals(chosen)]
+    return " ".join(filter(None, [*said, remarks(results, chosen)]))
 
-    It says how fast and how close the nearest and the fastest rival are, why ToMeSD or ToMe is
-    missing, and which rows are both faster and closer than ours.
-    """
+
+def remarks(results: Results, chosen: Focus) -> str:
+    """Say why ToMeSD or ToMe is missing, and which rows are both faster and closer than ours."""
     said = []
     measured = {row.family for row in results.measured}
     for row in results.rows:
@@ -39,12 +66,59 @@ def comparison(results: Results, chosen: Focus) -> str:
             reason = row.reason or "no reason given"
             said.append(f"{PUBLISHED[row.family]} was not measured: {reason}.")
             break
-    if chosen.rival is not None and chosen.rival is chosen.fastest:
-        said.append(_about("The nearest and fastest rival", chosen, chosen.rival))
-    else:
-        said.append(_about("The nearest rival", chosen, chosen.rival))
-        said.append(_about("The fastest rival", chosen, chosen.fastest))
     return " ".join(filter(None, [*said, _surpassed(results, chosen)]))
+
+
+def cards(chosen: Focus) -> list[Card]:
+    """Return the headline's row and its rivals in large type; none without speed and closeness."""
+    shown = []
+    for role, row in [("merged", chosen.mame), *_rivals(chosen)]:
+        speed, near = (
+            None if row is None else row.value(metric)
+            for metric in (chosen.speed, chosen.closeness)
+        )
+        if row is None or chosen.closeness is None or speed is None or near is None:
+            continue
+        assert speed.mean is not None
+        assert near.mean is not None
+        closer = "lower" if chosen.closeness.better == "lower" else "higher"
+        label = " ".join(filter(None, (_short(chosen.closeness), chosen.closeness.unit)))
+        shown.append(
+            Card(
+                role,
+                row,
+                number(speed.mean, 2),
+                " to ".join(number(end, 2) for end in speed.interval or ()),
+                _seconds(chosen, row),
+                number(near.mean, chosen.closeness.digits),
+                f"{label}, {closer} is closer to the baseline",
+            )
+        )
+    return shown
+
+
+def _rivals(chosen: Focus) -> list[tuple[str, MethodResult | None]]:
+    """Return the nearest and the fastest rival with their roles; one row may be both."""
+    if chosen.rival is not None and chosen.rival is chosen.fastest:
+        return [("nearest and fastest rival", chosen.rival)]
+    return [("nearest rival", chosen.rival), ("fastest rival", chosen.fastest)]
+
+
+def _seconds(chosen: Focus, row: MethodResult) -> str:
+    """Return the row's latency next to the baseline's, or "" if one of them wasn't measured."""
+    metric = chosen.latency
+    base = None if chosen.baseline is None else chosen.baseline.value(metric)
+    own = row.value(metric)
+    if metric is None or base is None or own is None:
+        return ""
+    one, other = (number(value.mean or 0.0, metric.digits) for value in (own, base))
+    of = " of CPU time" if metric.name == "cpu" else ""
+    return f"{one} instead of {other} {metric.unit}{of}"
+
+
+def _short(metric: Column) -> str:
+    """Return a metric's label without what is in brackets."""
+    return metric.label.split(" (")[0]
 
 
 def _about(who: str, chosen: Focus, row: MethodResult | None) -> str:
@@ -93,7 +167,7 @@ def _closeness(chosen: Focus, row: MethodResult) -> str:
     value, metric = row.value(chosen.closeness), chosen.closeness
     if metric is None or value is None or value.mean is None:
         return ""
-    label = metric.label.split(" (")[0]
+    label = _short(metric)
     if label.istitle():
         label = label.lower()
     text = number(value.mean, metric.digits)
@@ -111,7 +185,7 @@ def _speed(chosen: Focus, row: MethodResult) -> str:
     between = " to ".join(number(end, 2) for end in speed.interval or ())
     as_fast = f"{number(speed.mean, 2)} times as fast"
     apart = f"{as_fast}, {between}" if between else as_fast
-    low, high = speed.interval or (1.0, 1.0)  # a single round tells nothing
+    low, high = speed.interval or (1.0, 1.0)  # a single round proves nothing
     if low <= 1 <= high:
         return f"is not measurably faster or slower than the baseline{by} ({apart})"
     if speed.mean < 1:

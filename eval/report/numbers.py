@@ -21,7 +21,12 @@ def number(value: float, digits: int) -> str:
 
 
 def interval(value: Value, digits: int) -> str:
-    """Format the interval as ``low – high``, or the spread as ``± std``, or return ""."""
+    """Format the interval as ``low – high``, or the spread as ``± std``, or return "".
+
+    The baseline's times as fast as itself have no interval worth showing.
+    """
+    if value.interval == (value.mean, value.mean):
+        return ""
     if value.interval is None:
         return f"± {number(value.std, digits)}" if value.std else ""
     return " – ".join(number(end, digits) for end in value.interval)

@@ -209,7 +209,7 @@ def _shot(
 def _map(image: Image.Image, row: MethodResult, picture: Picture) -> Shot:
     label = f"Difference of {row.label} from the baseline"
     uri, alt = webp_uri(image, LARGE_BYTES), f"{label}: {picture.prompt}"
-    return Shot(uri, "Difference", label, "", alt, f"map-{row.family}", *image.size)
+    return Shot(uri, f"Difference, {row.label}", label, "", alt, f"map-{row.family}", *image.size)
 
 
 def _score(row: MethodResult, picture: Picture, chosen: Focus) -> str:

@@ -15,7 +15,7 @@ from mame_sd.runs.files import write_atomically
 from ..results.schema import Results
 from . import frontier
 from .figures import NARROW, WIDE
-from .headline import comparison, headline
+from .headline import cards, headline, remarks
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import every_table
@@ -27,7 +27,7 @@ PAPER = (
 )
 
 # Sentences by kind of benchmark: under the plot of speed against closeness, what fidelity compares,
-# what quality says, the test of the p-values, what is next to the page, what the method does
+# what quality measures, the test of the p-values, what is next to the page, what the method does
 WORDS: dict[str, dict[str, str]] = {
     "generation": {
         "frontier": "Further right is faster, further down is closer to the baseline's images.",
@@ -35,7 +35,7 @@ WORDS: dict[str, dict[str, str]] = {
             "Each merged image is compared with the baseline's image of the same prompt, seed and"
             " noise. Fidelity says how little merging changes, not how good an image is."
         ),
-        "quality": "How good the images are by themselves",
+        "quality": "These figures measure images by themselves",
         "test": "paired sign-flip test",
         "beside": "with every number of every image",
         "action": "computes attention, MLPs or blocks on fewer tokens",
@@ -48,7 +48,7 @@ WORDS: dict[str, dict[str, str]] = {
             "Each answer is compared with the unmerged model's for the same image. Fidelity says"
             " how little merging changes, not how often an answer is right."
         ),
-        "quality": "How often the answers are right",
+        "quality": "These figures say how often answers are right",
         "test": "McNemar's exact test",
         "beside": "with every figure, <code>answers/</code> with the answer to every image",
         "action": "merges similar tokens between attention and MLP",
@@ -94,9 +94,10 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "words": WORDS[results.kind],
         "chosen": chosen,
         "headline": headline(chosen),
-        "comparison": comparison(results, chosen),
+        "cards": cards(chosen),
+        "remarks": remarks(results, chosen),
         "facts": _facts(results),
-        "tables": every_table(results, chosen),
+        "tables": every_table(results),
         "pictures": load_pictures(results, chosen, folder),
         "gradient": gradient(),
         "frontier": [

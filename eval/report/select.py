@@ -88,7 +88,7 @@ def _latency(results: Results, baseline: MethodResult | None) -> Column | None:
 
 def _closeness(results: Results) -> Column | None:
     fidelity = results.block("fidelity")
-    ordered = sorted(fidelity, key=lambda metric: not metric.name.startswith("lpips"))
+    ordered = sorted(fidelity, key=lambda metric: metric.name != "lpips")
     merged = [row for row in results.measured if row.family != "baseline"]
     return next((metric for metric in ordered if any(row.value(metric) for row in merged)), None)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from ..results.schema import Column, MethodResult, Results
 from .numbers import interval, number, p_value
-from .select import Focus
 
 NOT_MEASURED = "not measured"
 SHORT = 32  # characters of a reason that a cell holds
@@ -79,24 +78,22 @@ class Table:
 
     @property
     def footnotes(self) -> list[str]:
-        """``column: why values are missing, or what to know about them``, each once."""
-        notes = (
-            f"{metric.label}: {cell.footnote}"
-            for line in self.lines
-            for metric, cell in zip(self.metrics, line.cells, strict=False)
-            if cell.footnote
-        )
-        return list(dict.fromkeys(notes))
+        """``columns: why values are missing, or what to know about them``, each once."""
+        columns: dict[str, dict[str, None]] = {}  # labels by note, each once
+        for line in self.lines:
+            for metric, cell in zip(self.metrics, line.cells, strict=False):
+                if cell.footnote:
+                    columns.setdefault(cell.footnote, {})[metric.label] = None
+        return [f"{', '.join(labels)}: {note}" for note, labels in columns.items()]
 
 
-def every_table(results: Results, chosen: Focus) -> list[Table]:
+def every_table(results: Results) -> list[Table]:
     """Return three tables.
 
-    The first has speed and then fidelity to the baseline, which fit next to each other on a
-    desktop. The second has quality against the reference set that its title names, the third parts
-    of the seconds, CPU time and memory.
+    The first has speed and then fidelity to the baseline, the second quality against the reference
+    set that its title names, the third seconds and memory.
     """
-    names = ("flops", "speedup", chosen.latency.name if chosen.latency else "")
+    names = ("flops", "speedup")
     costs = results.block("cost")
     speed = [metric for metric in costs if metric.name in names]
     rest = [metric for metric in costs if metric not in speed]

@@ -17,6 +17,7 @@ from mame_sd.errors import UserError
 
 FORMAT = "mame-sd benchmark 2"
 NOT_YET = "not yet: the benchmark has not reached it"
+UNABLE = "NO"  # the verdict on a model and prompts that can't distinguish methods
 _ALWAYS = ("mean", "low", "high", "n")  # fields of a value that are written even if they are null
 
 Better = Literal["lower", "higher"]
@@ -189,7 +190,7 @@ class Gate:
 
 @dataclass(kw_only=True)
 class Results:
-    """Everything known of a benchmark so far; a report is made from it alone.
+    """All results of a benchmark so far; a report is made from them alone.
 
     Attributes:
         suite: Name of the suite.
@@ -203,7 +204,7 @@ class Results:
         reference_n: Number of its images.
         notes: Lines for the report.
         kind: What was measured.
-        sensitivity: One sentence on whether the model and the prompts can tell methods apart.
+        sensitivity: Whether the model and the prompts can distinguish methods.
     """
 
     suite: str
@@ -243,15 +244,16 @@ class Results:
     def warnings(self) -> list[str]:
         """List what a reader must know before the first figure, besides failed gates."""
         warnings = []
-        if "FAILS" in self.sensitivity:
+        verdict, _, figures = self.sensitivity.partition("? ")[2].partition(". ")
+        if verdict.startswith(UNABLE):
             warnings.append(
-                "This model and these prompts can't tell methods apart, so distances in this report"
-                " rank no method. " + self.sensitivity.partition(". ")[2]
+                "This model and these prompts can't distinguish methods, so distances in this"
+                f" report rank no method. {figures}"
             )
         if any(gate.withholds and not gate.passed for gate in self.gates):
             warnings.append(
-                "Seconds are withheld: the machine was busy, or timed one round only. "
-                "Run the same command again on a machine with nothing else to do."
+                "Wall-clock seconds are withheld, because the machine was busy or only one round"
+                " was timed. Run the same command again on an idle machine to get them."
             )
         return warnings
 

@@ -27,14 +27,14 @@ from .layers import RivalLayer
 
 @dataclass(frozen=True)
 class Rival:
-    """A way to merge keys and values, or whole tokens, in the layers in which ours would merge.
+    """A way to merge keys and values, or tokens, in the layers in which ours would merge.
 
     Attributes:
         name: Name in the run's settings.
         make: A function of `plans.py` that takes `settings`, or a class such as `ToMA`, of which
             each layer has an object of its own, made with `settings`.
         settings: Keyword arguments of `make`.
-        merge: "kv", or "qkv" for whole tokens that it restores.
+        merge: "kv", or "qkv" for tokens that it restores after attention.
         min_tokens: Layers with fewer tokens are not merged.
         fit_queries: With "kv", number of queries to which the values of the rival's keys are
             fitted.

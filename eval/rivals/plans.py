@@ -1,4 +1,4 @@
-"""Rivals that look at no token: keys at fixed or random places, means of cells, mean attention.
+"""Rivals that don't look at the tokens: keys at fixed or random places, means, mean attention.
 
 Each function takes tokens x [B, L, C] that lie in (h, w) and a source of random numbers, and
 returns a plan, whose `merge` turns tokens [B, L, C] into [B, L', C].
@@ -38,7 +38,7 @@ class Means(RivalPlan):
         """Merge tokens [B, L, C] to the means [B, L', C] of cells."""
         image = t.transpose(1, 2).unflatten(2, self._size)  # [B, C, h, w]
         pooled = F.avg_pool2d(image, self._cell, ceil_mode=True, count_include_pad=False)
-        # Fused attention takes its slow way for keys that don't lie together.
+        # fused attention is slow for keys that aren't contiguous
         return pooled.flatten(2).transpose(1, 2).contiguous()
 
 

@@ -31,9 +31,9 @@ class SoftPlan:
 
     @property
     def kept(self) -> Tensor:
-        """Raise NotApplicable: a merged token stands at no place of a token."""
+        """Raise NotApplicable, because a merged token has no position."""
         raise NotApplicable(
-            "toma: expected a model whose attention is given no positions, got one with rotary"
+            "toma: expected a model whose attention gets no positions, got one with rotary"
             " positions; choose another method"
         )
 

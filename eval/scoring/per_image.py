@@ -1,4 +1,4 @@
-"""Compute values of single images: fidelity of pairs, quality of images with their prompts."""
+"""Compute metrics of single images: fidelity of pairs, quality of images with their prompts."""
 
 from __future__ import annotations
 

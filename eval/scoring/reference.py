@@ -73,7 +73,7 @@ def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> N
 
 
 def check_foreign(reference: Reference | None, *runs: Run) -> None:
-    """Raise UserError if the reference holds images of a run.
+    """Raise UserError if the reference contains images of a run.
 
     A distance to these is fidelity, not quality.
     """

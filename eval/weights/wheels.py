@@ -1,8 +1,4 @@
-"""Read trained networks from packages.
-
-These are a language model as GGUF, and a DINOv2-S with a saliency head and a diffusion UNet as
-ONNX.
-"""
+"""Read trained networks from packages: one as GGUF, two as ONNX."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
 
     The export folded some weights into constants without names. They are the transposed weights of
     linear layers, and the class token and patch positions, which it separates. The node that reads
-    a constant tells which one it is.
+    a constant identifies it.
 
     Raises:
         UserError: If the package onnx is missing.

@@ -61,9 +61,8 @@ class Attention:
         turned = cos.shape[-1]  # features that rotate; Phi and StableLM rotate a part only
         apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
         part = x[..., :turned]
-        part = apply(part, part[:, :1], cos, sin)[
-            0
-        ]  # it takes queries and keys: one head of keys is enough
+        # The function takes queries and keys; one head of keys is enough.
+        part = apply(part, part[:, :1], cos, sin)[0]
         return part if turned == x.shape[-1] else torch.cat([part, x[..., turned:]], -1)
 
     def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

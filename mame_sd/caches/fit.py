@@ -64,9 +64,8 @@ def _fit_head(
         share = share.masked_fill(~kept.real, 0)
         count = kept.real[:, 0].sum(-1).clamp(min=1)
     mass = weight - share.sum(-1, keepdim=True)
-    a, b = (
-        t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass)
-    )  # half of the queries are enough
+    # Half of the queries are enough.
+    a, b = (t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass))
     change = solve_ridge(a, b, RIDGE_MASS, count).squeeze(-1)
     bias = (1 + change).clamp(LEAST, MOST).log()
     attention = share * bias.exp().unsqueeze(1)

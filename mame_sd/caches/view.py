@@ -93,9 +93,8 @@ class CacheView(Kept):
         keys = self.keys.to(wide(self.keys))
         b, h, _, d = keys.shape
         n = queries.shape[2]
-        flat = (
-            queries.reshape(b, h, -1, d).to(keys.dtype) * self.scale
-        )  # query heads that share a key head are adjacent
+        # Query heads that share a key head are adjacent.
+        flat = queries.reshape(b, h, -1, d).to(keys.dtype) * self.scale
         x = (flat @ keys.transpose(-1, -2)).view(b, h, -1, n, keys.shape[2])
         if self.softcap is not None:
             x = torch.tanh(x / self.softcap) * self.softcap

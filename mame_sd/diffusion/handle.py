@@ -389,12 +389,8 @@ class MaMeHandle(Handle[ResolvedConfig]):
                 f"size: expected none, for {self._kind} tells its height and width, got"
                 f" {config.size}; leave it out"
             )
-        unknown = (
-            []
-            if config.layers is None
-            else config.layers.unknown([*self._names, *self._restored_names])
-        )
-        if unknown:
+        rules = config.layers
+        if rules is not None and (unknown := rules.unknown(self._names + self._restored_names)):
             raise ValueError(
                 f"layers: expected patterns of layers of {self._kind} such as {self._names[0]!r},"
                 f" got {unknown[0]!r}, which is none of them; handle.report() names them all"

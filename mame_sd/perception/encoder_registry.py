@@ -203,10 +203,8 @@ def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
     inner, output = attention.attention, attention.output
     heads = (inner.num_attention_heads, -1)
     parts = [inner.query(x), inner.key(x), inner.value(x)]
-    for place, name in (
-        (0, "q_bias"),
-        (2, "v_bias"),
-    ):  # VideoMAE before transformers 5.5 has biases outside of the layers
+    # VideoMAE before transformers 5.5 has biases outside of the layers.
+    for place, name in ((0, "q_bias"), (2, "v_bias")):
         bias = getattr(inner, name, None)
         parts[place] = parts[place] if bias is None else parts[place] + bias
     q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in parts)

@@ -39,9 +39,8 @@ class Forward:
     # The latest block's output [B, L, C], and its merged tokens [B, L', C].
     whole: tuple[Tensor, Tensor] | None = None
     plans: dict[int, Plan | GroupPlan] = field(default_factory=dict)  # by number of block
-    keys: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # [B, L, d], until the block compares them
+    # Keys [B, L, d] by number of block, until the block compares them.
+    keys: dict[int, Tensor] = field(default_factory=dict)
     unmasked: bool = False  # the model got no mask, so a mask that blocks get hides nothing
     counting: bool = False  # the running block counts; False when a checkpoint recomputes it
 

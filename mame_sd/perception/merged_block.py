@@ -148,9 +148,8 @@ class MergedBlock(HookOwner):
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
         """Compute the attention branch after its norm, [B, L, C]."""
         attention, *rest = self.spec.attention[1:]
-        mask = (
-            None if sizes is None else sizes.log().to(normed.dtype)[:, None, None]
-        )  # [B, 1, 1, L]
+        # [B, 1, 1, L]
+        mask = None if sizes is None else sizes.log().to(normed.dtype)[:, None, None]
         if mask is not None and self.spec.attend is not None:
             y = self.spec.attend(self._module(attention), normed, mask)
         else:

@@ -26,10 +26,8 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import Merging
 from mame_sd.runs.prompt_files import prompts_from_texts
 
-timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = (
-    math.inf,
-    0.0,
-)  # no test depends on how busy a machine is
+# No test depends on how busy a machine is.
+timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = math.inf, 0.0
 
 PROMPTS = prompts_from_texts(
     ["key on a black background", "ant on a pink background", "star on a purple background"]

@@ -48,9 +48,8 @@ class Timestep:
         self._largest = max(self._largest, self._value)
 
     def __call__(self) -> float:
-        return (
-            self._value if self._largest > 1 else 1000 * self._value
-        )  # Flux and its like count from 1 to 0
+        # Flux and related models count from 1 to 0.
+        return self._value if self._largest > 1 else 1000 * self._value
 
 
 @dataclass(eq=False)

@@ -29,9 +29,8 @@ from tests.comfyui.interface import (
 )
 
 H, W = 8, 12
-FIRST = (
-    next(t for t in range(1, 999) if int(partition_index(t)) == 0) / 1000
-)  # sigma of the first draw
+# Sigma of the first draw.
+FIRST = next(t for t in range(1, 999) if int(partition_index(t)) == 0) / 1000
 CUT = "another node has merged or cut the queries (such as ToMe or HyperTile)"
 REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
 KEEP, TAU = {"keep": 0.5}, {"mode": "tau", "tau": 0.1}

@@ -246,7 +246,7 @@ def test_a_constant_field_and_groups_of_copies_are_exact() -> None:
     q, k, v = case(count=54)
     ones = torch.ones_like(k)
     torch.testing.assert_close(attention(q, ones, 2 * ones, GRID), 2 * ones)
-    one_of_two = torch.arange(54) % 2 * 3 % 2  # two kinds of keys, of other similarity
+    one_of_two = torch.arange(54) % 2 * 3 % 2  # two kinds of keys, unlike one another
     pair = [t[:, :, :2].index_select(2, one_of_two) for t in (k, v)]
     exact = F.scaled_dot_product_attention(q, *pair)
     for fit in (0, None):
@@ -307,7 +307,7 @@ def test_a_kernel_without_bias_gets_keys_that_carry_sizes(key_heads: int) -> Non
     seen: list[Tensor] = []
     call: dict[str, Any] = {"scale": 0.3, "fit_queries": 0}
     found = attention(q, k, v, GRID, BEFORE, AFTER, kernel=flash, **call)
-    assert torch.equal(seen[0][:, :, :BEFORE], k[:, :, :BEFORE])  # text stands for itself
+    assert torch.equal(seen[0][:, :, :BEFORE], k[:, :, :BEFORE])  # keys of the text are unchanged
     counted = attention(q, k, v, GRID, BEFORE, AFTER, **call)
     merged = merge_keys(q, k, v, [Grid(BEFORE, GRID, 0.25)], KeyMerging(fit_queries=0), scale=0.3)
     uncounted = flash(q, merged.key, merged.value, 0.3, q.shape[1] != k.shape[1])
@@ -408,8 +408,8 @@ def test_queries_that_see_text_alone_do_not_spoil_values_for_others(
         torch.randn(1, 2, 256 + 16, 32, generator=torch.Generator().manual_seed(n))
         for n in range(3)
     )
-    # The image's queries look at the text, whose own look everywhere: what the fit sees of merged
-    # keys is tiny, down to rounding and to zero.
+    # The image's queries attend to the text, and the text's queries to everything. So the fit sees
+    # tiny weights of merged keys, down to rounding errors and zero.
     q[..., 0], k[..., 0] = 32**0.5, 0
     q[:, :, 256:, 0] = 0
     k[:, :, 256:, 0] = logit

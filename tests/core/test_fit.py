@@ -27,7 +27,7 @@ def test_a_small_ridge_answers_the_queries_exactly() -> None:
     assert near.norm() < 0.5 * far.norm()
 
 
-def test_values_beside_the_merged_ones_stay() -> None:
+def test_values_next_to_the_merged_ones_stay() -> None:
     a, v, exact = case(6, 20)
     fitted = solve_values(a, v, exact, 3, 17)
     assert torch.equal(fitted[:, :, :3], v[:, :, :3])

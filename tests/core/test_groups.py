@@ -58,7 +58,7 @@ def test_each_cell_has_about_as_many_tokens_everywhere(size: tuple[int, ...], ke
     assert len(tiles) == cells.tiles
     rows, columns = plane_of(size)
     assert max(tiles.values()) - min(tiles.values()) <= max(rows, columns)
-    # how often each token is a destination over all draws: the same for all, border or not
+    # Over all draws each token is a destination equally often, at the border too.
     at = cells.order[cells.dst]
     often = torch.zeros(count).index_add(0, at.flatten(), torch.ones(at.numel())) / DRAWS
     frames = often.view(size).transpose(0, 1) if len(size) == 3 else often
@@ -145,7 +145,7 @@ def test_groups_are_those_of_loops(size: tuple[int, ...], tile_size: int, stay: 
     drawn = [dst[torch.isin(dst, tokens)] for tokens in tiles]
     for sample in range(2):
         want = reference.group_tokens(x[sample], tiles, drawn, kept)
-        # The same groups, in another order: that of the tokens that they formed around.
+        # The groups are the same, but ordered by the tokens that they formed around.
         order = want[found.kept[sample]]
         assert torch.equal(order[found.groups[sample]], want)
         means, sizes = oracle.means(x[sample], want.tolist())
@@ -163,7 +163,7 @@ def test_each_sample_joins_as_its_leader_does(
 ) -> None:
     x = tokens(len(leader), 54, 6, dtype=torch.float64)
     alone = groups_of(x, (6, 9), 0.25)
-    if compiling:  # what a graph does, which knows no values
+    if compiling:  # as in a graph, where values are unknown
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     led = groups_of(x, (6, 9), 0.25, leader=torch.tensor(leader), stay=3)
     monkeypatch.undo()
@@ -227,7 +227,7 @@ def test_unguided_chunks_follow_the_first_guided_one() -> None:
         ([False, False], [0, 1, 2, 3]),
         ([True, True], [0, 1, 2, 3]),
         ([True, False, False, False], [1, 1, 2, 3]),
-        ([True, False, False], [0, 1, 2, 3]),  # no chunks of a batch of four
+        ([True, False, False], [0, 1, 2, 3]),  # a batch of four has no three chunks
         ([], [0, 1, 2, 3]),
     ):
         assert guidance_leaders(torch.ones(4, 4, 8, 8), unguided).tolist() == expected, unguided
@@ -235,7 +235,7 @@ def test_unguided_chunks_follow_the_first_guided_one() -> None:
         0,
         1,
         2,
-    ]  # an odd batch is no two halves
+    ]  # an odd batch has no two halves
 
 
 @pytest.mark.parametrize("where", [(0, 0, 0, 0), (1, 3, 7, 7)], ids=str)
@@ -244,7 +244,7 @@ def test_a_chunk_of_another_input_leads_itself(where: tuple[int, ...]) -> None:
     assert guidance_leaders(twice).tolist() == [2, 3, 2, 3]
     twice[where] += 1
     assert guidance_leaders(twice).tolist() == [0, 1, 2, 3]
-    # Of three prompts' areas and a negative one, that covers the second prompt's.
+    # Three prompts for areas and a negative one that covers the second prompt's area.
     x, unguided = torch.randn(3, 4, 8, 8), [True, False, False, False]
     assert guidance_leaders(torch.cat([x[1:2], x]), unguided).tolist() == [0, 1, 2, 3]
     assert guidance_leaders(torch.cat([x[:1], x]), unguided).tolist() == [1, 1, 2, 3]

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_BLOCK = re.findall(r"```python\n(.*?)```", README, re.S)[0]
 NEW, OLD = (2, 13), (2, 12)
-# Of each machine what PyTorch answers there, a head's width, and from how many tokens layers merge.
+# For each machine: PyTorch's answers, a head's width, the number of tokens from which layers merge.
 MACHINES: dict[str, tuple[Machine, int, int]] = {
     "CPU": (Machine("cpu", None, NEW, True), 64, 1024),
     "CPU, math kernel": (Machine("cpu", None, NEW, False), 64, 576),
@@ -75,7 +75,7 @@ def test_pytorch_is_asked_as_it_is_set_now() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert kernel_of(cpu, torch.bfloat16, 40) == ("cpu", "unfused")
     assert kernel_of(cpu, torch.bfloat16, 40) == ("cpu", "fused")
-    # one that this machine lacks (benchmarks/launches.py pretends it)
+    # a card that this machine lacks, as benchmarks/launches.py pretends
     assert kernel_of(torch.device("cuda", 99)) == ("cuda", "fused")
 
 
@@ -83,7 +83,7 @@ def test_pytorch_is_asked_as_it_is_set_now() -> None:
     ("name", "batch", "channels", "restores"),
     [
         ("A100", 2, 2432, True),
-        ("A100", 64, 640, False),  # as much work, and on no card a gain
+        ("A100", 64, 640, False),  # as much work, but no gain on any card
         ("H100", 64, 1536, False),
         ("3090", 2, 640, True),  # SDXL's at 1,024 pixels
         ("3090", 2, 320, False),

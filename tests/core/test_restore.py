@@ -16,7 +16,7 @@ from mame_sd.core.restore import cells_and_count, choose_tokens, restored
 from tests import oracle
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
-# Shares that choose one drawn token and one other, some, and nearly all.
+# Shares by which one drawn token and one other, a few, and nearly all tokens are chosen.
 CASES = [
     ((5, 7), 0.25, 32),
     ((33, 31), 0.02, 32),

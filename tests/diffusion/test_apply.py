@@ -123,7 +123,7 @@ def test_a_model_that_checkpoints_takes_the_first_draw_while_it_learns() -> None
     for redraw in (True, False):
         apply_mame(unet, keep=0.25, min_tokens=40, redraw=redraw)
         learned = unet(**unet_inputs(unet)).sample
-        assert torch.equal(run_unet(unet.train()), learned)  # its reference, an adapter off
+        assert torch.equal(run_unet(unet.train()), learned)  # the reference: adapter off
         outputs += [learned, run_unet(unet.eval())]
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
@@ -210,7 +210,7 @@ def test_applying_again_replaces() -> None:
     assert second.installed
     assert not torch.equal(run_unet(unet), merged)
     assert first.report().layers[0].calls == 1
-    first.remove()  # not what is installed now: nothing happens
+    first.remove()  # it is not installed any more, so nothing happens
     with pytest.raises(ValueError, match="tau"):
         apply_mame(unet, tau=7)
     assert second.installed
@@ -284,11 +284,11 @@ def test_a_denoiser_that_was_replaced_or_came_later_is_told(name: str) -> None:
         handle.set(tau=0.3)
     with pytest.raises(RuntimeError, match="call apply_mame again"), handle.using(tau=0.3):
         pass
-    setattr(pipe, name, None)  # let go, to make room: there is nothing to merge
+    setattr(pipe, name, None)  # dropped to free memory, so nothing can merge
     assert handle.report()
     remove_mame(handle.root)
     setattr(pipe, name, tiny_unet())
-    assert handle.report()  # of the time before
+    assert handle.report()  # of earlier calls
 
 
 def test_merging_is_taken_off_a_denoiser_that_left_its_pipeline() -> None:
@@ -300,7 +300,7 @@ def test_merging_is_taken_off_a_denoiser_that_left_its_pipeline() -> None:
     pipe.unet = None
     remove_mame(pipe)
     assert not has_hooks(unet)
-    remove_mame(pipe)  # nothing is there any more
+    remove_mame(pipe)  # there is nothing left to remove
     assert repr(handle).endswith("self-attentions, removed or replaced)")
     with pytest.raises(TypeError, match="expected a torch module or a diffusers pipeline"):
         remove_mame(Pipe())

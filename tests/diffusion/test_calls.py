@@ -180,7 +180,7 @@ def test_a_call_that_ends_early_leaves_no_plans_to_others(end: str, planned: lis
         with pytest.raises(KeyboardInterrupt if end == "interruption" else ValueError):
             model(**with_another_text(inputs))
     handle.install()
-    if end == "interruption":  # PyTorch tells no hook of it
+    if end == "interruption":  # PyTorch calls no hook then
         inputs.clear()
     kept = kept_for(planned)
     for i in range(3):
@@ -215,7 +215,7 @@ def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     run(guided, compiled)
     with torch.compiler.set_stance("fail_on_recompile"):
         torch.testing.assert_close(run(unguided, compiled), alone)
-    # Its own, and the small one of the hook that reads the step.
+    # Its own graph, and a small one of the hook that reads the step.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
@@ -279,7 +279,7 @@ def unchanged(model: Any, inputs: dict[str, Any]) -> None:
 def test_nothing_is_kept_where_calls_can_not_be_told_apart(
     case: Any, mode: Any, planned: list[Groups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Put back afterwards.
+    # monkeypatch restores it afterwards.
     monkeypatch.setattr(hooks, "_is_recorded", hooks._is_recorded)
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
@@ -364,7 +364,7 @@ def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Grou
     second = run(unguided, model)
     assert len(planned) == made > 0
     torch.testing.assert_close(torch.cat([second, first]), both)
-    unguided["hidden_states"] = unguided["hidden_states"].clone()  # equal, but who knows
+    unguided["hidden_states"] = unguided["hidden_states"].clone()  # equal, but another object
     run(unguided, model)
     assert len(planned) == 2 * made
     assert all(entry.calls == 4 for entry in handle.report().layers)

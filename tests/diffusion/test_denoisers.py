@@ -21,7 +21,7 @@ from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, den
 from tests.builders.tiny import tiny_unet
 from tests.matrix.models.sweep import classes
 
-# What looks like a denoiser and is none: a ControlNet has a call of its own, Versatile Diffusion's
+# Components that look like denoisers: a ControlNet has a call of its own, Versatile Diffusion's
 # `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention, an RVQ
 # decoder makes sound.
 LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last", "rvq_depth_decoder")

@@ -39,7 +39,7 @@ from tests.matrix.models.images import HALF
 from tests.matrix.models.watch import check_by_loop, merging
 
 MERGING = {"keep": 0.5, "min_tokens": 60}
-SEEN: list[tuple[int, int]] = []  # how many queries and keys each call of a stand-in was given
+SEEN: list[tuple[int, int]] = []  # numbers of queries and keys in each call of a stand-in
 
 
 @torch.library.custom_op("mame_tests::kernel", mutates_args=())
@@ -194,7 +194,7 @@ def test_a_lone_layer_that_was_saved_whole_merges_in_front_of_what_stands_in(
         if name.startswith("mame_sd.diffusion."):
             monkeypatch.delitem(sys.modules, name)
             package, _, own = name.rpartition(".")
-            monkeypatch.setattr(f"{package}.{own}", module)  # put back in the end
+            monkeypatch.setattr(f"{package}.{own}", module)  # restored in the end
     monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
     SEEN.clear()
     with torch.no_grad():

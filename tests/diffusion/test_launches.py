@@ -35,8 +35,8 @@ def without_bias(q: Tensor, *others: Tensor) -> Tensor:
 
 
 MASK = torch.empty(2, 1, 1, 64 * 64 + 77, dtype=torch.bool, device=META)
-# Of each way the grid, tokens of text behind it, further arguments and the most launches in 16
-# bits, the layer's own kernel not among them.
+# For each way: the grid, the number of text tokens after it, further arguments, and the largest
+# number of launches in 16 bits without the layer's own kernel.
 WAYS: dict[str, tuple[tuple[int, int], int, dict[str, Any], int]] = {
     "UNet": ((64, 64), 0, {"kernel": biased}, 91),
     "beside text": ((64, 64), 77, {"kernel": biased}, 93),
@@ -63,7 +63,7 @@ def test_a_merging_layer_launches_few_kernels(
     assert sum(one.launches for one in work) <= budget, [one.name for one in work]
 
 
-def test_a_model_whose_layers_are_all_left_whole_launches_nothing_more() -> None:
+def test_a_model_whose_layers_do_not_merge_launches_nothing_more() -> None:
     model, inputs = tiny_unet(), unet_inputs(tiny_unet())
     with torch.no_grad():
         with Operations() as alone:
@@ -89,7 +89,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     model = on_card(case.build(META))
     named, known = case.inputs(model)
     with mame(model, keep=0.25, min_tokens=16) as handle:
-        for values in known, {}:  # a captured call has one before it, which may read
+        for values in known, {}:  # a call that reads values comes before a captured call
             with pretended(values):
                 output = model(**named, return_dict=False)[0]
         merged = [layer for layer in handle.report().layers if layer.share < 1]
@@ -139,8 +139,8 @@ def way(name: str, layer: str, merge: Callable[[Any], None]) -> list[tuple[str, 
 
 UNET = ("UNet2DConditionModel", "up_blocks.1.attentions.0.transformer_blocks.0.attn1")
 JOINT = ("SD3Transformer2DModel", "transformer_blocks.1.attn")
-# Of each way at most so many files of ours entered, calls of functions of ours, and returns to a
-# file that was left before.
+# For each way the largest numbers of our files that are entered, of calls of our functions, and of
+# returns to a file that was left before.
 TRACED: dict[str, tuple[tuple[str, str], Any, tuple[int, int, int]]] = {
     "unet": (UNET, by_hooks, (7, 30, 7)),
     "one-liner": (UNET, one_liner, (10, 35, 11)),

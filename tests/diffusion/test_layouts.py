@@ -60,7 +60,7 @@ def test_a_second_step_reads_nothing_and_a_change_is_seen(name: str) -> None:
     with pytest.raises(AssertionError), NoReads():
         layout(MODEL, call)
     for model, given in (
-        (MODEL, equal),  # but not the same
+        (MODEL, equal),  # but another object
         (nn.Identity(), call),
         (MODEL, {**call, "more": torch.ones(2)}),
     ):
@@ -111,7 +111,7 @@ def test_what_nothing_counts_is_read_each_time_and_nothing_is_kept_alive() -> No
     assert len(seen) == 4
     t.add_(1)
     assert of(t) == 7
-    for _ in range(3):  # at the place of one that is gone
+    for _ in range(3):  # the address of a freed tensor is used again
         del t
         t = torch.full((3,), 5.0)
         assert of(t) == 16
@@ -131,15 +131,15 @@ def at(h: int, w: int, row: int = 0, column: int = 0) -> Tensor:
     return places(h, w) + torch.tensor([0, row, column])
 
 
-# Of each second part of `img_ids` that bears the image's number what is read: how the image's
-# tokens lie, tokens behind them, and references.
+# For each second part of `img_ids` with the image's number: the size that is read, the number of
+# tokens after the image, and the references.
 OF_ONE_NUMBER: dict[str, tuple[Tensor, Tokens]] = {
     "the same places": (at(4, 6), Tokens((4, 6), 7, 24, references=((4, 6),))),
     "another size": (at(2, 3), Tokens((4, 6), 7, 6, references=((2, 3),))),
     "beside it": (at(4, 6, 0, 6), Tokens((4, 6), 7, 24, references=((4, 6),))),
     "apart below": (at(4, 6, 5), Tokens((4, 6), 7, 24, references=((4, 6),))),
     "two": (torch.cat([at(4, 6), at(4, 6)]), Tokens((4, 6), 7, 48, references=((4, 6),) * 2)),
-    # as the ids of an image of that height
+    # they equal the ids of one taller image
     "right below": (at(4, 6, 4), Tokens((8, 6), 7)),
     "a rest": (at(1, 3, 4), Tokens((27,), 7)),
 }

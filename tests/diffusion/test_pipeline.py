@@ -143,7 +143,7 @@ def test_every_way_of_loading_takes_every_field(saved: Path) -> None:
         load("no/such/folder", min_tokens=0)  # before anything is loaded
     with pytest.raises(ValueError, match="tau: expected"):
         StableDiffusionMaMePipeline.from_single_file("no/such/file", mame_config={"tau": "often"})
-    with pytest.raises((OSError, ValueError), match="fp16"):  # of the weights, which is not there
+    with pytest.raises((OSError, ValueError), match="fp16"):  # no such variant of weights
         load(saved, variant="fp16")
 
 
@@ -188,7 +188,7 @@ def test_hooks_of_apply_mame_step_back_and_return() -> None:
     pipe = mame_pipeline()
     merged = generate(pipe)
     handle = apply_mame(pipe, keep=0.4, **FIELDS)
-    hooked = generate(pipe, tau=None)  # off means: what the base pipeline does with this UNet
+    hooked = generate(pipe, tau=None)  # off: the base pipeline runs, with the hooks on this UNet
     assert not torch.equal(hooked, generate(tiny_pipeline()))
     assert torch.equal(generate(pipe), merged)
     assert handle.installed
@@ -257,7 +257,7 @@ def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFi
     assert "note: merging as saved with the model (tau 0.3, " in capsys.readouterr().err
     assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
     assert run(tmp_path / "d", *model, "--baseline") is None
-    refused = ["--config", "fit_queries=8"]  # which goes with keep
+    refused = ["--config", "fit_queries=8"]  # fit_queries needs keep
     assert cli.run(["generate", "key", *model, *refused, "--out", str(tmp_path / "e")]) == 2
     assert "the model was saved with tau 0.3" in capsys.readouterr().err.splitlines()[-1]
 

@@ -96,8 +96,8 @@ def test_an_inner_processor_is_an_object_that_can_be_called() -> None:
 
 
 def test_names_every_keyword_that_diffusers_processors_take() -> None:
-    # Attention.forward passes only what the processor's signature names: a name missing here is
-    # lost in silence.
+    # Attention.forward passes only what the processor's signature names. An argument that is not
+    # there would be dropped without a message.
     ours = set(inspect.signature(MaMeAttnProcessor.__call__).parameters)
     theirs: set[str] = set()
     for name, kind in vars(processors).items():

@@ -293,7 +293,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_process_that_forks_beside_another_thread_can_change_merging() -> None:
+def test_a_process_that_forks_while_a_thread_merges_can_change_merging() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr

@@ -84,8 +84,8 @@ def profile(*, swapped: bool) -> bytes:
 GREY = Image.fromarray(pixels(channels=1)[..., 0].astype(np.uint16))
 TWICE: dict[str, object] = {"save_all": True, "append_images": [Image.fromarray(255 - pixels())]}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "see-through.png": (saved(Image.fromarray(pixels(channels=4))), "has see-through pixels"),
-    "palette.png": (saved(PICTURE.quantize(16), transparency=0), "has see-through pixels"),
+    "see-through.png": (saved(Image.fromarray(pixels(channels=4))), "has transparent pixels"),
+    "palette.png": (saved(PICTURE.quantize(16), transparency=0), "has transparent pixels"),
     "grey.png": (saved(GREY), "has 16 bits"),
     "16.png": (png, "has 16 bits"),
     "animated.png": (saved(PICTURE, **TWICE), "has 2 frames"),

@@ -47,9 +47,8 @@ def test_means_of_tokens_that_stand_for_many_count_these(fields: Any, dtype: tor
     sizes[:, 0] = 1
     plan = plan_block(x.detach(), MaMeConfig(**fields), None, 1)
     got, summed = merge_weighted(plan, x, sizes)
-    shares = torch.zeros(
-        2, plan.tokens_kept, 33, dtype=torch.float64
-    )  # of each token that goes to each kept one
+    # The share of each token that goes to each kept one.
+    shares = torch.zeros(2, plan.tokens_kept, 33, dtype=torch.float64)
     for column in range(33):
         one = torch.zeros(2, 33, 1, dtype=torch.float64)
         one[:, column] = 1

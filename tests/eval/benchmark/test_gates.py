@@ -19,7 +19,7 @@ from tests.builders.run_folders import write_run
 
 def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_path: Path) -> None:
     shapes = oracle("lpips")["alex"]["shapes"]
-    network = Lpips("alex", seeded.weights({name: tuple(shape) for name, shape in shapes.items()}))
+    network = Lpips(seeded.weights({name: tuple(shape) for name, shape in shapes.items()}))
     pictures = {f"{n}_0": seeded.picture(f"ceiling {n}", 64, 64) for n in range(3)}
     baseline = Run.open(write_run(tmp_path / "run", pictures))
     tools = Tools(networks={"lpips-alex": network})

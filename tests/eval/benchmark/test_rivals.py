@@ -142,7 +142,7 @@ def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(size: tuple[int, in
     assert [one is plan for one in plans] == [True] * 5 + [False], "A is kept for five steps"
 
 
-def test_toma_is_refused_where_attention_is_given_positions() -> None:
+def test_toma_is_refused_where_attention_gets_positions() -> None:
     flux = next(row for row in transformers.ROWS if row.name == "Flux")
     rival = Rival("toma", ToMA, {"share": 0.5, "side": 4}, merge="qkv", min_tokens=60)
     model = flux.build()
@@ -278,23 +278,26 @@ def test_an_instrument_that_cannot_tell_says_so() -> None:
     def line(*rows: schema.MethodResult) -> str:
         return sensitivity((base, *rows), "floor", "tomesd")
 
-    assert "instrument: PASSES." in line(floor, rival)
-    alone, more = "FAILS: it can't tell these methods apart.", "take more (--num)."
+    assert "distinguish methods? Yes. " in line(floor, rival)
+    alone, more = "methods? NO. ", "take more (--num)."
     for rows, verdict in (
         ((point("floor", 0.002), rival), alone),
         ((floor, point("tomesd", 0.001, 0.00001)), alone),
-        ((point("floor", 0.09, 0.02), rival), f"apart by so few prompts; {more}"),
-        ((point("floor", 0.09, None), rival), f"apart by so few prompts; {more}"),
-        ((floor, point("tomesd", 0.02, 0.01)), f"too few prompts for small ones; {more}"),
+        ((point("floor", 0.09, 0.02), rival), f"methods? NO with so few prompts; {more}"),
+        ((point("floor", 0.09, None), rival), f"methods? NO with so few prompts; {more}"),
+        (
+            (floor, point("tomesd", 0.02, 0.01)),
+            f"Only large differences: too few prompts for small ones; {more}",
+        ),
     ):
         found = line(*rows)
         assert verdict in found
         assert found.count("MISSED") == 1
-    assert "not measured (needs floor)" in line()
-    assert "not measured (needs floor)" in line(replace(floor, values={}))
-    assert "passes as far as measured" in line(floor)
-    assert "tomesd: not measured" in line(floor)
-    assert "the interval of tomesd: not measured" in line(floor, point("tomesd", 0.02, None))
+    assert "Not measured: no LPIPS of floor." in line()
+    assert "Not measured: no LPIPS of floor." in line(replace(floor, values={}))
+    assert "Yes, as far as measured. " in line(floor)
+    assert "tomesd was not measured" in line(floor)
+    assert "tomesd has no interval" in line(floor, point("tomesd", 0.02, None))
 
 
 def test_copies_are_of_the_nearest_computed_token() -> None:

@@ -73,49 +73,41 @@ def test_wrong_pairs_are_refused() -> None:
         ssim(torch.zeros(1, 3, 10, 32), torch.zeros(1, 3, 10, 32))
 
 
-def seeded_lpips(net: str) -> Lpips:
-    return Lpips(
-        net,
-        seeded.weights(
-            {name: tuple(shape) for name, shape in oracle("lpips")[net]["shapes"].items()}
-        ),
+def seeded_lpips() -> Lpips:
+    shapes = oracle("lpips")["alex"]["shapes"]
+    return Lpips(seeded.weights({name: tuple(shape) for name, shape in shapes.items()}))
+
+
+def test_lpips_is_its_authors_on_seeded_weights() -> None:
+    assert seeded_lpips()(*seeded.picture_pairs()).tolist() == pytest.approx(
+        oracle("lpips")["alex"]["distances"], rel=1e-5
     )
+    assert METRICS["lpips"].network == Lpips.name
 
 
-@pytest.mark.parametrize("net", ["alex", "vgg"])
-def test_lpips_is_its_authors_on_seeded_weights(net: str) -> None:
-    assert seeded_lpips(net)(*seeded.picture_pairs()).tolist() == pytest.approx(
-        oracle("lpips")[net]["distances"], rel=1e-5
-    )
-    assert METRICS[{"alex": "lpips", "vgg": "lpips_vgg"}[net]].network == seeded_lpips(net).name
-
-
-@pytest.mark.parametrize("net", ["alex", "vgg"])
-def test_lpips_is_its_authors_on_the_published_weights(net: str) -> None:
+def test_lpips_is_its_authors_on_the_published_weights() -> None:
     try:
-        lpips = load_lpips(net, offline=True)
+        lpips = load_lpips(offline=True)
     except UserError as error:
         pytest.skip(str(error))
     assert lpips(*seeded.picture_pairs()).tolist() == pytest.approx(
-        oracle("lpips")[net]["published"], rel=1e-4
+        oracle("lpips")["alex"]["published"], rel=1e-4
     )
     # another package's copy of the authors' weights
     package = Path(torchmetrics.__file__).parent
-    heads = read_state_dict(package / "functional" / "image" / "lpips_models" / f"{net}.pth")
+    heads = read_state_dict(package / "functional" / "image" / "lpips_models" / "alex.pth")
     for index, head in enumerate(heads.values()):
         assert torch.equal(lpips.tensors[f"head{index}"], head.flatten())
 
 
-def test_lpips_refuses_wrong_ranges_sizes_and_nets() -> None:
-    lpips = seeded_lpips("alex")
+def test_lpips_refuses_wrong_ranges_and_sizes() -> None:
+    lpips = seeded_lpips()
     a, b = seeded.picture_pairs()
     for other, why in ((2 * b - 1, "0 to 1"), (b * 255, "0 to 1"), (b[:1], "one shape")):
         with pytest.raises(ValueError, match=why):
             lpips(a, other)
     with pytest.raises(ValueError, match="at least 32 x 32 for LPIPS, got 86 x 31"):
         lpips(a[..., :31, :], b[..., :31, :])
-    with pytest.raises(ValueError, match="LPIPS net of alex, vgg, got 'resnet'"):
-        Lpips("resnet", {})
 
 
 def test_psnr_of_the_object_looks_at_what_stands_out_of_the_ground() -> None:

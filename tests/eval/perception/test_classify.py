@@ -1,4 +1,4 @@
-"""`mame-sd-eval classify` on tiny models: values, resumed and shared runs, errors."""
+"""`mame-sd-eval classify` on tiny models: values, resumed runs, errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.benchmarks import results_of, rows_of
 from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
-from tests.builders.processes import in_two_processes
 
 ROWS = "mame-0.3,smaller@mame-0.3,tome@mame-0.3,evit-0.5"
 
@@ -54,12 +53,11 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches_in(out: Path) -> dict[str, dict[int, Any]]:
-    """Batches of every row by number, whichever process made them."""
+    """Batches of every row by number."""
     found: dict[str, dict[int, Any]] = {}
     for path in sorted((out / "answers").iterdir()):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        row = found.setdefault(path.name.rsplit(".", 2)[0], {})
-        row.update({line["batch"]: line for line in lines[1:]})
+        found[path.name.removesuffix(".jsonl")] = {line["batch"]: line for line in lines[1:]}
     return found
 
 
@@ -178,20 +176,6 @@ def test_a_broken_image_is_named_and_a_mended_one_alone_is_answered_anew(
     last = batches_in(out)["baseline"]
     assert last[0] == before[0]
     assert last[2]["files"] != after[2]["files"]
-
-
-def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path) -> None:
-    out, rows = tmp_path / "out", ("baseline", "mame-0.3", "tome@mame-0.3")
-    command = words(place, out, rows=",".join(rows))
-    in_two_processes(lambda: cli.run(command), tmp_path)
-    files = (out / "answers" / f"mame-0.3.{rank}.jsonl" for rank in (0, 1))
-    lines = [map(json.loads, file.read_text().splitlines()[1:]) for file in files]
-    assert [[line["batch"] for line in own] for own in lines] == [[0, 2], [1]]
-    want = batches_in(finished)
-    assert batches_in(out) == {name: want[name] for name in rows}
-    for column in ("flops", "top1"):
-        one, other = (rows_of(each)["mame-0.3"]["values"][column] for each in (out, finished))
-        assert one == other
 
 
 def test_zero_shot(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def test_matching_is_that_of_plain_loops(prefix: int, r: int) -> None:
         torch.testing.assert_close(size[sample, :, 0], want_sizes)
     torch.testing.assert_close(size.sum(1), sizes.sum(1))
     members = merge(torch.eye(prefix + 13).expand(3, -1, -1))  # [B, L', L]
-    kept = ToMe(r)(BlockTokens(x, prefix, 0, keys=metric.unsqueeze(1), told=True)).kept
+    kept = ToMe(r)(BlockTokens(x, prefix, 0, keys=metric.unsqueeze(1), capturing=True)).kept
     assert torch.equal(members.argmax(-1), kept)
 
 

@@ -138,6 +138,6 @@ def test_what_a_rival_lacks_is_said() -> None:
         with pytest.raises(NotApplicable, match=reason):
             at_flops(model, name, 1e5, call_of(model, inputs), 0)
     assert at_flops(model, "tome", 1e5, call_of(model, inputs), 0)[0] > 0
-    reason = "this model can't merge so: blocks: expected how many of the 4 blocks"
+    reason = "this model can't merge like this: blocks: expected how many of the 4 blocks"
     with pytest.raises(NotApplicable, match=reason), merged(9, tau=0.8).counting(model):
         pass

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mame_sd.eval.report import frontier, render
-from mame_sd.eval.report.headline import comparison, headline
+from mame_sd.eval.report.headline import cards, comparison, headline
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
 from mame_sd.eval.results.schema import MethodResult, Value
 from tests.builders.report_example import NO_TOMESD, Results, row, speed
+
+SHOWN = ("mame-default", "tomesd-50")
 
 
 def says(results: Results) -> str:
@@ -43,7 +45,7 @@ def test_headline_of_faster_slower_and_equal_rows(results: Results) -> None:
     assert f"{noise})" in says(results), "one round tells nothing"
 
 
-def test_the_nearest_and_the_fastest_rival_are_told_apart(results: Results) -> None:
+def test_the_nearest_and_the_fastest_rival_are_named(results: Results) -> None:
     other = copy.deepcopy(row(results, "tomesd-50"))
     other |= {"name": "fewer-1", "label": "one step fewer", "family": "rival"}
     other["values"] |= speed(1.0, 0.9, 1.1)
@@ -54,6 +56,14 @@ def test_the_nearest_and_the_fastest_rival_are_told_apart(results: Results) -> N
     assert said.startswith("The nearest rival, ToMeSD 50 %, is 1.25 times as fast")
     assert "The fastest rival, one step fewer, is 4.00 times as fast" in said
     assert "at an LPIPS of 0.9000." in said
+    shown = [(card.role, card.row.name, card.speed, card.near) for card in cards(focus(parsed))]
+    near = [f"{row(results, name)['values']['lpips']['mean']:.4f}" for name in SHOWN]
+    assert shown == [
+        ("merged", "mame-default", "1.60", near[0]),
+        ("nearest rival", "tomesd-50", "1.25", near[1]),
+        ("fastest rival", "fewer-1", "4.00", "0.9000"),
+    ]
+    assert cards(focus(parsed))[0].seconds == "2.50 instead of 4.00 s"
 
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
@@ -117,7 +127,7 @@ def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:
     parsed = parse(results)
     assert parsed.failed == []
     (busy,) = parsed.warnings
-    assert busy.startswith("Seconds are withheld")
+    assert busy.startswith("Wall-clock seconds are withheld")
 
 
 @settings(deadline=None, max_examples=40)

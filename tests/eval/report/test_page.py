@@ -100,11 +100,11 @@ def test_failed_gates_come_first_and_a_benchmark_that_has_just_begun_has_a_repor
 ) -> None:
     results, name = unplotted, "unrelated <pairing>"
     results["gates"].append({"name": name, "expected": "far", "got": "near", "passed": False})
-    results["sensitivity"] = "Sensitivity of this instrument: FAILS: it can't tell. far: LPIPS 0."
+    results["sensitivity"] = "Can it? NO with so few prompts. far has an LPIPS of 0."
     text = render(parse(results), tmp_path).read_text(encoding="utf-8")
-    unable = "methods apart, so distances in this report rank no method. far: LPIPS 0."
+    unable = "so distances in this report rank no method. far has an LPIPS of 0."
     assert text.index(unable) < text.index('id="pictures"')
-    assert text.count("far: LPIPS 0.") == 2, "before the pictures, and beside the distances"
+    assert text.count("far has an LPIPS of 0.") == 2, "at the top, and next to the distances"
     assert "<strong>1 of 2 sanity gates failed:</strong> unrelated &lt;pairing&gt;" in text
     assert text.index("sanity gates failed") < text.index('id="pictures"')
     for entry in results["rows"]:

@@ -127,7 +127,7 @@ BAD = {
     ),
     "--metrics fid --reference none": "--reference: expected a folder of images, but none is not",
     "--metrics fid --reference a": "--reference a: expected images of another origin",
-    "--metrics psnr,": "--metrics: expected names of lpips, lpips_vgg, psnr",
+    "--metrics psnr,": "--metrics: expected names of lpips, psnr",
 }
 
 

@@ -129,7 +129,7 @@ def test_places_are_looked_into_in_turn_and_a_wrong_hash_in_the_first_is_refused
 def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
     for name, said in (
         ("inception-fid", "run mame-sd-eval weights --get inception-fid, or put weights-inception"),
-        ("clip-vit-b-32", r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside"),
+        ("clip-vit-b-32", r"put clip-vit-base-patch32/pytorch_model.bin .* with the files next to"),
     ):
         with pytest.raises(UserError, match=f"--offline fetches nothing; .*{said}"):
             find(name, tmp_path, offline=True)
@@ -216,7 +216,11 @@ def test_an_address_is_fetched_whole_or_not_at_all(
     digest, urls = hashlib.sha256(data).hexdigest(), [file.as_uri() for file in files]
     fetch = partial(from_addresses, urls, "net.pth", digest)
     register(monkeypatch, "inception-fid", data, file="net.pth", fetch=fetch)
-    for body, why in ((b"", "to answer"), (data[:500], "whole file"), (b"x" * 700, "whole file")):
+    for body, why in (
+        (b"", "to answer"),
+        (data[:500], "complete file"),
+        (b"x" * 700, "complete file"),
+    ):
         if body:
             files[0].write_bytes(body)
         with pytest.raises(MachineError, match=f"net.pth .*{why}.*twin.pth to answer, got: "):

@@ -1,0 +1,228 @@
+"""Where restoring by a fit may fail: content, guidance, first and last steps, other sizes.
+
+    python -m benchmarks.restoring_limits contents --pack photographs.npz
+    python -m benchmarks.restoring_limits contents --pack photographs.npz --begin 0.6
+    python -m benchmarks.restoring_limits contents --pack photographs.npz --guidance 2 --side 82
+    python -m benchmarks.restoring_limits steps --guidance 1
+
+`contents` adds noise to crops of held-out photographs, and the transformer of photographs denoises
+them in four steps. `steps` merges in some of the four steps of the embedded transformer. Cells are
+means over samples of the PSNR to the unmerged sample, in dB; in brackets that of the pixels of the
+text or of the single pixels alone. `scripts.training.train_photographs --prepare` makes the pack.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from mame_sd import mame
+from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.embedded.pipeline import embedded_pipeline
+from mame_sd.embedded.scenes import scenes_by_caption
+from mame_sd.eval.benchmark.bench import installed
+from mame_sd.eval.benchmark.prompts import drawn
+from mame_sd.eval.benchmark.rows import BASELINE, chosen_rows
+from mame_sd.eval.instruments.flow import guided_velocity
+from mame_sd.eval.instruments.models import THUMBNAIL, Instrument, load_instrument
+from mame_sd.eval.tables import markdown_table
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.prompt_files import Prompt
+from scripts.training.photographs import read_pack
+
+TRAINED = 64  # pixels a side of the instrument's samples; a token is 2 x 2
+STEPS = 4
+WORDS = ("SALE 20% off", "Exit 14 B", "milk & tea", "No entry", "open 9-17", "42 km/h", "Roma")
+DOTS = 8  # pixels of a picture that differ from all around them
+
+
+@dataclass(frozen=True)
+class Clean:
+    """Samples without noise.
+
+    Attributes:
+        label: what they are.
+        images: [N, 3, H, W] in -1..1.
+        thumbnails: their condition [N, 1, 3, 8, 8].
+        part: bool [N, H, W], the pixels of the text or the dots. If None, there are none.
+    """
+
+    label: str
+    images: Tensor
+    thumbnails: Tensor
+    part: Tensor | None = None
+
+
+def crops(pack: Path, count: int, side: int) -> Tensor:
+    """Return crops [count, 3, side, side] of held-out photographs of random sizes."""
+    pictures, rng = read_pack(pack)[1], np.random.default_rng(0)
+    cut = []
+    for number in range(count):
+        picture = pictures[number % len(pictures)]
+        scale = (side / min(picture.size)) ** rng.uniform()
+        width, height = (max(side, round(n * scale)) for n in picture.size)
+        left, top = (int(rng.integers(0, n - side + 1)) for n in (width, height))
+        picture = picture.resize((width, height), Image.Resampling.BOX)
+        cut.append(np.array(picture.crop((left, top, left + side, top + side))))
+    return torch.from_numpy(np.stack(cut)).movedim(-1, 1).float() / 127.5 - 1
+
+
+def contents(pack: Path, count: int, side: int = TRAINED) -> Iterator[Clean]:
+    """Yield the flattest and the most textured third of some crops, text and single pixels."""
+    found = crops(pack, 3 * count, side)
+    texture = torch.stack([found.diff(dim=dim).square().mean((1, 2, 3)) for dim in (2, 3)])
+    found = found[texture.sum(0).argsort()]
+    flat, textured = found[:count], found[-count:]
+    text = torch.stack([_text(number, side) for number in range(count)])
+    dots = torch.zeros(count, side // 2, side // 2)
+    at = torch.rand(dots.flatten(1).shape, generator=torch.Generator().manual_seed(0)).argsort()
+    dots.flatten(1).scatter_(1, at[:, :DOTS], 1)
+    dots = F.pad(dots[..., None, None], (0, 1, 0, 1)).transpose(2, 3).reshape(text.shape)
+    far = -flat.mean((1, 2, 3), keepdim=True).sign()  # white on dark pictures, black on bright ones
+    yield Clean("flattest third", flat, thumbnails(flat))
+    yield Clean("most textured third", textured, thumbnails(textured))
+    for label, mask in (("text", text), ("single pixels", dots)):
+        drawn = torch.lerp(flat, far.expand_as(flat), mask[:, None])
+        yield Clean(f"{label} on the flattest", drawn, thumbnails(drawn), mask > 0.1)
+
+
+def _text(number: int, side: int) -> Tensor:
+    """Return the coverage [side, side] of five lines of text."""
+    page = Image.new("L", (side, side))
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(10)
+    for line in range(5):
+        word = WORDS[(number + 3 * line) % len(WORDS)]
+        draw.text((1, 1 + 12 * line), word, fill=255, font=font)
+    return torch.from_numpy(np.array(page)).float() / 255
+
+
+def thumbnails(images: Tensor) -> Tensor:
+    """Return the condition of square images of any size: [N, 1, 3, 8, 8]."""
+    return F.adaptive_avg_pool2d(images, THUMBNAIL).unsqueeze(1)
+
+
+def spread_positions(model: Any, side: int) -> None:
+    """Interpolate the model's positions so that a square of `side` tokens spans the old one."""
+    embed = model.pos_embed
+    if side == embed.pos_embed_max_size:
+        return
+    old = embed.pos_embed.unflatten(1, (embed.pos_embed_max_size,) * 2).movedim(-1, 1)
+    new = F.interpolate(old, (side, side), mode="bicubic", align_corners=False)
+    embed.pos_embed, embed.pos_embed_max_size = new.flatten(2).transpose(1, 2), side
+
+
+@torch.no_grad()
+def denoised(
+    instrument: Instrument, clean: Clean, begin: float, steps: int, guidance: float
+) -> Tensor:
+    """Return samples to which a share `begin` of noise was added, after steps of Euler's method."""
+    times, samples = [begin * (1 - step / steps) for step in range(steps + 1)], []
+    for number, image in enumerate(clean.images.split(1)):
+        noise = torch.randn(image.shape[1:], generator=torch.Generator().manual_seed(number))
+        state, thumbnail = torch.lerp(image, noise, begin), clean.thumbnails[number, None]
+        for time, following in pairwise(times):
+            velocity = guided_velocity(instrument, state, time, thumbnail, guidance)
+            state = state + (following - time) * velocity
+        samples.append(state.clamp(-1, 1))
+    return torch.cat(samples)
+
+
+def decibels(images: Tensor, reference: Tensor, part: Tensor | None = None) -> str:
+    """Return the mean PSNR of images in -1..1, in brackets that of the pixels of `part`."""
+    error = (images - reference).square().mean(1)
+    whole = (10 * torch.log10(4 / error.mean((1, 2)))).mean()
+    if part is None:
+        return f"{whole:.1f}"
+    own = (error * part).sum((1, 2)) / part.sum((1, 2))
+    return f"{whole:.1f} ({(10 * torch.log10(4 / own)).mean():.1f})"
+
+
+def contents_table(args: argparse.Namespace) -> None:
+    """Print a line for each kind of content."""
+    instrument = load_instrument("photographs")
+    model = LoadedModel(pipe=instrument.model, identity={"name": "photographs"}, guidance=None)
+    rows = chosen_rows("mame-default,copied-0.125,fewer-1")
+    print(markdown_table([f"from {args.begin:g}", *(row.label for row in rows[1:])], []))
+    spread_positions(instrument.model, args.side // 2)
+    for clean in contents(args.pack, args.num, args.side):
+        found = {}
+        for row in rows:
+            with installed(model, row, ()):
+                found[row.name] = denoised(
+                    instrument, clean, args.begin, STEPS - row.fewer, args.guidance
+                )
+        unmerged = found.pop(BASELINE)
+        cells = [decibels(images, unmerged, clean.part) for images in found.values()]
+        print(f"| {clean.label} | {' | '.join(cells)} |", flush=True)
+
+
+@torch.no_grad()
+def pictures(
+    pipe: Any, prompts: Sequence[Prompt], guidance: float, steps: int, merged: Collection[int] = ()
+) -> Tensor:
+    """Return pictures [N, 3, H, W] in -1..1, merged by default in the steps `merged` alone."""
+
+    def made(prompt: Prompt, number: int, handle: MaMeHandle | None) -> Tensor:
+        def switch(step: int) -> None:
+            if handle is not None:
+                handle.active = step in merged
+
+        def on_step_end(_: Any, step: int, __: Any, given: dict[str, Any]) -> dict[str, Any]:
+            switch(step + 1)
+            return given
+
+        switch(0)
+        images: Tensor = pipe(
+            prompt.text, num_inference_steps=steps, guidance_scale=guidance, output_type="pt",
+            generator=torch.Generator().manual_seed(number), callback_on_step_end=on_step_end,
+        ).images  # fmt: skip
+        return 2 * images - 1
+
+    with mame(pipe) if merged else nullcontext() as handle:
+        return torch.cat([made(prompt, number, handle) for number, prompt in enumerate(prompts)])
+
+
+def steps_table(args: argparse.Namespace) -> None:
+    """Print which of the steps carry the error."""
+    pipe = embedded_pipeline("transformer")
+    pipe.set_progress_bar_config(disable=True)
+    make = partial(pictures, pipe, drawn(scenes_by_caption(), args.num, seed=1), args.guidance)
+    unmerged = make(STEPS)
+    parts = {"default": range(STEPS), "first two steps": (0, 1), "last two steps": (2, 3)}
+    cells = [decibels(make(STEPS, merged=steps), unmerged) for steps in parts.values()]
+    cells.append(decibels(make(STEPS - 1), unmerged))
+    print(markdown_table([*parts, "one step fewer"], [cells]))
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=("contents", "steps"))
+    parser.add_argument("--num", type=int, default=8, help="samples of a line")
+    parser.add_argument("--guidance", type=float, default=1.0)
+    parser.add_argument("--pack", type=Path, help="the file of photographs, for contents")
+    parser.add_argument("--begin", type=float, default=1.0, help="share of noise of the contents")
+    parser.add_argument("--side", type=int, default=TRAINED, help="pixels a side of the contents")
+    args = parser.parse_args()
+    if args.table == "contents" and not (args.pack and args.pack.is_file()):
+        parser.error(f"--pack: expected the file of photographs, got {args.pack}")
+    torch.set_num_threads(1)
+    (contents_table if args.table == "contents" else steps_table)(args)
+
+
+if __name__ == "__main__":
+    main()
