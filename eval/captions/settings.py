@@ -27,9 +27,9 @@ class CaptionSettings:
         UserError: If an option is out of range; the message names it, its range and its value.
     """
 
-    data: Path | None = option(None, "Folder of pictures.", metavar="FOLDER")
+    data: Path | None = option(None, "Required. Folder of pictures.", metavar="FOLDER")
     references: Path | None = option(
-        None, "Captions of the pictures, in COCO's format.", metavar="FILE"
+        None, "Required. Captions of the pictures, in COCO's format.", metavar="FILE"
     )
     rows: str | None = option(
         None,

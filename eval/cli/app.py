@@ -20,7 +20,7 @@ from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import MODEL, PromptOptions
 from mame_sd.cli.options import FieldOptions, command, program
 from mame_sd.errors import UserError, unexpected
-from mame_sd.runs.files import check_place
+from mame_sd.runs.files import check_folder, check_place
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
@@ -255,6 +255,9 @@ def report_command(
     ],
 ) -> None:
     """Write the report of a benchmark again, from its results.json."""
+    if not os.path.exists(out / "results.json"):
+        got = "one without results.json" if os.path.isdir(out) else "no such folder"
+        raise unexpected(str(out), "the folder of a benchmark", got, "run benchmark first")
     from ..benchmark.results import read_results
 
     results = read_results(out)
@@ -274,6 +277,7 @@ def weights_command(
     weights_dir: WeightsOption = None,
 ) -> None:
     """List the weights of metrics, with size, licence, place and sha256, or download them."""
+    check_folder("--weights-dir", weights_dir)
     from .weights import check_names, get_weights, weights_lines, weights_of
 
     check_names(names or [])
@@ -286,6 +290,7 @@ def weights_command(
 @command(app, "doctor", model=MODEL)
 def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
     """Say what this machine can evaluate, in addition to what `mame-sd doctor` says."""
+    check_folder("--weights-dir", weights_dir)
     from mame_sd.cli.doctor import examine, print_checks
 
     from .weights import weights_checks

@@ -124,7 +124,7 @@ class ClassifyOptions:
 
     data: Path | None = option(
         None,
-        "Folder of class folders as torchvision reads them, or of images without labels.",
+        "Required. Folder of class folders as torchvision reads them, or of unlabelled images.",
         metavar="DIR",
     )
     num: int | None = option(None, "Use only NUM images, drawn with a fixed seed.", metavar="NUM")

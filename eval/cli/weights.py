@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mame_sd.cli.doctor import Check
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.files import check_folder
 
 from ..metric_list import METRICS
 from ..rivals.tomesd import NO_TOMESD, has_tomesd
@@ -50,7 +49,6 @@ def get_weights(
 
 def weights_of(names: Sequence[str], weights_dir: Path | None) -> list[WeightsStatus]:
     """Return how the weights of these names stand, of every network for no names."""
-    check_folder("--weights-dir", weights_dir)
     return [found for found in status(weights_dir) if not names or found.name in names]
 
 

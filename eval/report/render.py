@@ -27,7 +27,7 @@ PAPER = (
 )
 
 # Sentences by kind of benchmark: under the plot of speed against closeness, what fidelity compares,
-# what quality says, the test of the p-values, what is next to the page, what the method does
+# what quality measures, the test of the p-values, what is next to the page, what the method does
 WORDS: dict[str, dict[str, str]] = {
     "generation": {
         "frontier": "Further right is faster, further down is closer to the baseline's images.",
@@ -35,7 +35,7 @@ WORDS: dict[str, dict[str, str]] = {
             "Each merged image is compared with the baseline's image of the same prompt, seed and"
             " noise. Fidelity says how little merging changes, not how good an image is."
         ),
-        "quality": "How good the images are by themselves",
+        "quality": "These figures measure images by themselves",
         "test": "paired sign-flip test",
         "beside": "with every number of every image",
         "action": "computes attention, MLPs or blocks on fewer tokens",
@@ -48,7 +48,7 @@ WORDS: dict[str, dict[str, str]] = {
             "Each answer is compared with the unmerged model's for the same image. Fidelity says"
             " how little merging changes, not how often an answer is right."
         ),
-        "quality": "How often the answers are right",
+        "quality": "These figures say how often answers are right",
         "test": "McNemar's exact test",
         "beside": "with every figure, <code>answers/</code> with the answer to every image",
         "action": "merges similar tokens between attention and MLP",

@@ -30,7 +30,7 @@ from mame_sd.cli.sheet import check_sheet_path
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place
-from mame_sd.runs.jobs import GenerateSettings, described_sampling
+from mame_sd.runs.jobs import GenerateSettings, known_settings
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.run_folder import RunFolder
 
@@ -70,7 +70,7 @@ def generate_command(
     Run again to continue; launch with accelerate to share the work.
     """
     config, chosen = merging.read(), prompts.read()
-    RunFolder(out).check(described_sampling(chosen, sampling))
+    RunFolder(out).check(known_settings(chosen, sampling, model, config))
     model.check_place()
     from mame_sd.cli.generate import run_generate
 

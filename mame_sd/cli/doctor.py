@@ -166,7 +166,7 @@ def _model(choice: ModelChoice) -> Check:
         if values.element_size() > 1 and not torch.isfinite(values).all():
             raise UserError(
                 f"--model {name}: expected weights that are finite numbers, got others in"
-                f" {weight}; get the model again"
+                f" {weight}; download the model again"
             )
     layers = len(build_handle(pipe, MaMeConfig()).report().layers)
     files = [source] if source.is_file() else files_below(source)

@@ -101,11 +101,7 @@ def _of_the_machine(error: BaseException) -> str:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Record the signals of Ctrl-C during a block, also if a library swallows the exception.
-
-    Python drops exceptions in `__del__` and other callbacks of the interpreter. If it drops that
-    of Ctrl-C, the process ends at once.
-    """
+    """Record the signals of Ctrl-C during a block, also if a library swallows the exception."""
     came: list[int] = []
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():
@@ -116,21 +112,10 @@ def _interrupts() -> Iterator[list[int]]:
         came.append(number)
         signal.default_int_handler(number, frame)
 
-    def unraisable(dropped: Any) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            hook(dropped)
-            return
-        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # progress bars hide it
-        say(STOPPED)
-        print(end=show_cursor, file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)
-
-    before, hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
-    sys.unraisablehook = unraisable
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield came
     finally:
-        sys.unraisablehook = hook
         signal.signal(signal.SIGINT, before)
 
 

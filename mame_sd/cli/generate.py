@@ -13,13 +13,12 @@ from mame_sd.cli.console import answer, doing, note, progress
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.report import NAMES, counted
-from mame_sd.runs.generate import Summary, generate, known_settings
+from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt
-from mame_sd.runs.run_folder import RunFolder
 
 
 def run_generate(
@@ -39,7 +38,6 @@ def run_generate(
         config: how it merges; None for the unmerged model.
     """
     process = this_process()
-    RunFolder(out).check(known_settings(prompts, settings, choice, config))
     model, merging = load_to_merge(choice, config, prompts, process)
     saved = model.saved_merging
     off = config is None or (saved is not None and not saved.on and not config.given)
@@ -67,7 +65,7 @@ def run_generate(
         largest = max(level["tokens_in"] for level in summary.levels)
         lines.append(
             "no layer merged, which is the fastest way here by default; --min-tokens"
-            f" {largest:.0f} merges the largest all the same"
+            f" {largest:.0f} merges the largest layers anyway"
         )
     following = f"mame-sd sheet {shlex.quote(str(out))}"
     answer("\n".join(lines), {"out": str(out), **asdict(summary)}, following)
@@ -133,7 +131,7 @@ def load_to_merge(
     if cut := cut_prompts(model.pipe, [prompt.text for prompt in prompts]):
         on_note(
             f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
-            f" longer than the model reads and cut ({prompts[cut[0]].id} first)"
+            f" longer than the model reads, which ignores the rest ({prompts[cut[0]].id} first)"
         )
     saved = model.saved_merging
     if saved is None or given is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mame_sd.cli.console import note
 from mame_sd.cli.options import FieldOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
@@ -50,6 +51,8 @@ class PromptOptions:
             raise UserError(
                 'expected prompts, got none; give "a prompt" in quotes, or --prompts FILE (or demo)'
             )
+        if len(self.texts) > 1 and not any(" " in text for text in self.texts):
+            note(f"{len(self.texts)} prompts of one word each; a prompt of several needs quotes")
         from_file = [] if self.file is None else load_prompts(self.file)
         return [*from_file, *prompts_from_texts(self.texts)][: self.num]
 

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +78,9 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
                     " finish that run first"
                 )
             if (other := samples[name].prompt) != first.prompt:
-                pairs = enumerate(zip_longest(first.prompt, other))
-                alike = next(n for n, (one, two) in pairs if one != two)
-                part = slice(max(0, alike - 40), alike + 40)  # where they differ
                 raise UserError(
-                    f"{folder}: expected {name} of the prompt {first.prompt[part]!r}, as"
-                    f" {folders[0]} has it, got {other[part]!r}; give runs of the same prompts"
+                    f"{folder}: expected {name} of the prompt {first.prompt!r}, as {folders[0]} has"
+                    f" it, got {other!r}; give runs of the same prompts"
                 )
             image = _open(samples[name].path)
             lines = [_about(folder, samples[name].row)]

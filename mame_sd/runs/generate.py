@@ -22,9 +22,8 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, described_sampling, jobs_of
-from mame_sd.runs.loading import LoadedModel, known_identity
+from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import InstalledMethod, Merging, Method
-from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.run_folder import RunFolder
@@ -114,7 +113,7 @@ def generate(
             if len(rows) < len(jobs):
                 raise MachineError(
                     f"{folder.images}: expected the run's {len(jobs)} images, found {len(rows)}"
-                    " whole, for others were taken away or changed meanwhile; the same command"
+                    " whole, because others were deleted or changed meanwhile; the same command"
                     " makes them again"
                 )
         complete = True
@@ -182,28 +181,6 @@ class _Run:
             record = {**job.known, "width": image.width, "height": image.height, **about}
             self.folder.write_image(job.name, to_png(image, job, self.described), record)
         return len(missing)
-
-
-def known_settings(
-    prompts: Sequence[Prompt],
-    settings: GenerateSettings,
-    choice: ModelChoice,
-    config: MaMeConfig | None,
-) -> dict[str, Any]:
-    """Return the settings of a run that are known before its model is loaded, as JSON values.
-
-    Args:
-        prompts: the prompts.
-        settings: how images are sampled.
-        choice: the model.
-        config: settings of merging, or None for the unmerged model.
-    """
-    known = {**described_sampling(prompts, settings), "model": known_identity(choice)}
-    if config is None:
-        known["mame"] = None
-    elif config.given:  # otherwise a setting saved with the model may turn merging off
-        known["mame"] = config.to_dict(given_only=True)
-    return known
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -19,13 +19,12 @@ from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line, unexpected
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import dtype_argument, pick_device, pick_dtype
-from mame_sd.runs.loras import add_loras, lora_identity
+from mame_sd.runs.loras import add_loras
 from mame_sd.runs.model_files import (
     ModelChoice,
     check_tokenizers,
     digest_of,
     find_model,
-    name_and_digest,
 )
 from mame_sd.runs.single_file import load_single_file
 
@@ -92,7 +91,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         for weight, values in weights_of(pipe):
             if values.is_meta:  # the file lacks it
                 raise UserError(
-                    f"--model {name}: expected the tensor {weight}, found none; get the file again"
+                    f"--model {name}: expected the tensor {weight}, found none; download it again"
                 )
         saved = None if source.is_file() else read_saved_merging(source)
     if choice.scheduler is not None:
@@ -133,18 +132,11 @@ def known_identity(choice: ModelChoice) -> dict[str, Any]:
     """Return the part of a model's identity that is known before the model is loaded.
 
     Raises:
-        UserError: the device is unknown, or a LoRA is not there.
+        UserError: this machine has no such device, or a LoRA is not there.
     """
-    device, config = pick_device(choice.device), choice.single_file_config
-    known = {
-        "name": choice.name,
-        "variant": choice.variant,
-        "single_file_config": None if config is None else name_and_digest(config),
-        "loras": [lora_identity(given) for given in choice.loras],
-        "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
-        "device": device.type,
-    }
-    return known if choice.scheduler is None else {**known, "scheduler": choice.scheduler}
+    device = pick_device(choice.device)
+    dtype = str(pick_dtype(choice.dtype, device)).removeprefix("torch.")
+    return {**choice.identity(), "dtype": dtype, "device": device.type}
 
 
 @contextlib.contextmanager

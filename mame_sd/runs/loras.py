@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError, first_line
-from mame_sd.runs.model_files import name_and_digest, read_lora
-
-
-def lora_identity(given: str) -> dict[str, Any]:
-    """Return JSON values that distinguish a LoRA and its scale from others."""
-    source, scale = read_lora(given)
-    return {**name_and_digest(source), "scale": scale}
+from mame_sd.runs.model_files import read_lora
 
 
 def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:

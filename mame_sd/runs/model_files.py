@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mame_sd.config import SETTINGS_FILE
 from mame_sd.errors import UserError, first_line, unexpected
@@ -84,6 +85,24 @@ class ModelChoice:
             find_model(self)
         for given in self.loras:
             read_lora(given)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the part of the model's identity that needs neither torch nor the model.
+
+        Raises:
+            UserError: a LoRA is not there.
+        """
+        config, own = self.single_file_config, {"scheduler": self.scheduler, "dtype": self.dtype}
+        return {
+            "name": self.name,
+            "variant": self.variant,
+            "single_file_config": None if config is None else name_and_digest(config),
+            "loras": [
+                {**name_and_digest(source), "scale": scale}
+                for source, scale in map(read_lora, self.loras)
+            ],
+            **{name: value for name, value in own.items() if value not in (None, "auto")},
+        }
 
     def __post_init__(self) -> None:
         given = self.model or "none"

@@ -22,8 +22,6 @@ from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, read_text
 
 MAX_LENGTH = 100_000  # characters of a prompt
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
-# Windows keeps these for devices, whatever follows after a dot.
-_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{d}{n}" for d in ("COM", "LPT") for n in range(10))}
 _FORBIDDEN_IN_ID = set('/\\:*?"<>|')
 
 
@@ -98,7 +96,7 @@ def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None)
         key = unicodedata.normalize("NFC", prompt.id).casefold()
         if key in seen:
             raise UserError(
-                f"{places[index] if places else ''}expected ids that differ (also without case), "
+                f"{places[index] if places else ''}expected unique ids (ignoring case), "
                 f"got {prompt.id!r} after {seen[key]!r}; rename one"
             )
         seen[key] = prompt.id
@@ -163,11 +161,8 @@ def _check_text(place: str, text: str) -> None:
 def _checked_id(place: str, identity: str) -> str:
     """Return an id that can name a file of the run on any system, or raise UserError."""
     bad = any(char in _FORBIDDEN_IN_ID or not char.isprintable() for char in identity)
-    first, dot, _ = identity.partition(".")
     if bad or not identity or identity != identity.strip() or identity.startswith("."):
         allowed = 'a plain file name (no slash, colon, * ? " < > | or leading dot)'
-    elif dot and first.rstrip().upper() in _DEVICES:
-        allowed = "another file name, because Windows keeps this one for a device"
     elif len(identity.encode()) > MAX_ID_BYTES:
         allowed = f"at most {MAX_ID_BYTES} bytes"
     else:

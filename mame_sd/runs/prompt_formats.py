@@ -34,13 +34,17 @@ def read_text(path: Path) -> str:
         text, bad = "", error.start
     if bad >= 0:
         line = data[:bad].count(b"\n") + 1
-        raise unexpected(f"{path}:{line}", "UTF-8", f"the byte 0x{data[bad]:02x}", "save it so")
+        raise unexpected(
+            f"{path}:{line}", "UTF-8", f"the byte 0x{data[bad]:02x}", "save it as UTF-8"
+        )
     return text
 
 
 def _text_records(path: Path, text: str) -> Iterator[Record]:
     if "\r" in text.strip("\r") and "\n" not in text:
-        raise unexpected(str(path), "lines that end in \\n or \\r\\n", "\\r alone", "save it so")
+        raise unexpected(
+            str(path), "lines that end in \\n or \\r\\n", "\\r alone", "save it with \\n"
+        )
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip(" \t\r")
         if not line or line.startswith("#"):
@@ -87,13 +91,13 @@ def _header(place: str, row: list[str]) -> list[str]:
     lower = [name.strip().lower() for name in row]
     chosen = next((name for name in PROMPT_COLUMNS if name in lower), None)
     if chosen is None:
-        raise unexpected(place, "a column named prompt or caption", ", ".join(row), "name one so")
+        raise unexpected(place, "a column named prompt or caption", ", ".join(row), "rename one")
     names = [
         "prompt" if low == chosen else low if low in KNOWN_COLUMNS else name.strip()
         for name, low in zip(row, lower, strict=True)
     ]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise unexpected(place, "columns that differ", f"{twice[0]!r} twice", "rename one")
+        raise unexpected(place, "different column names", f"{twice[0]!r} twice", "rename one")
     return names
 
 

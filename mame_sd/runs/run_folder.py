@@ -147,7 +147,7 @@ class RunFolder:
                 lines = source.read_bytes().split(b"\n")
             except OSError as error:
                 raise UserError(
-                    f"{source}: can't be read ({error.strerror}); take it away and run the same"
+                    f"{source}: can't be read ({error.strerror}); delete it and run the same"
                     " command again"
                 ) from None
             for line in lines:

@@ -22,6 +22,7 @@ from mame_sd.cli import app as cli
 from mame_sd.cli import console
 from mame_sd.cli.console import Bar, progress
 from mame_sd.cli.generate import cut_prompts
+from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.cli import app as evaluation
 from tests.builders.console import error_of
@@ -32,8 +33,9 @@ LONG = "x" * 300
 
 @pytest.fixture
 def run_cli(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run in an empty folder; `quick` adds the tiny model and quick settings."""
+    """Run in an empty folder, without lines of progress; `quick` adds a tiny model and settings."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "FIRST_LINE", 1e6)
 
     def run(*arguments: str, quick: bool = False) -> int:
         extra = f"--model {model_folder} --device cpu --steps 1 --min-tokens 16".split()
@@ -227,12 +229,21 @@ def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
     assert "batch_size: 1 there, 2 here; " in line
 
 
+def test_a_prompt_without_quotes_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(PromptOptions(texts=("a", "cat")).read()) == 2
+    assert "2 prompts of one word each; a prompt of several needs quotes" in capsys.readouterr().err
+    PromptOptions(texts=("a cat", "dog")).read()
+    PromptOptions(texts=("cat",)).read()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_prompt_beyond_what_the_model_reads_is_noted(
     run_cli: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = " ".join(["red key"] * 60)
     assert run_cli("generate", "key", long, "--out", "a", quick=True) == 0
-    assert "1 of 2 prompts is longer than the model reads and cut (" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 of 2 prompts is longer than the model reads, which ignores the rest (p00002" in said
 
 
 def test_how_much_a_model_reads_is_said_by_its_call_or_its_tokenizers() -> None:

@@ -70,20 +70,18 @@ a.txt | k\0e\0y\0 | a.txt:1: expected UTF-8, got the byte 0x00
 a.csv | prompt\na\0b\n | a.csv:2: expected UTF-8, got the byte 0x00
 a.txt | \xff\xfek\0e\0y\0 | a.txt:1: expected UTF-8, got the byte 0xff
 a.csv | text,id\nkey,1\n | a.csv:1: expected a column named prompt or caption, got text, id
-a.csv | prompt,x,x\nkey,1,2\n | a.csv:1: expected columns that differ, got 'x' twice
+a.csv | prompt,x,x\nkey,1,2\n | a.csv:1: expected different column names, got 'x' twice
 a.csv | prompt,x\nkey,1\nkey\n | a.csv:3: expected 2 columns as in the header, got 1
 a.csv | prompt\n"key\n | a.csv:2: expected a table, but unexpected end of data
 a.csv | prompt,x\n,1\n | a.csv:2: expected a prompt, got an empty one
 a.csv | prompt,seed\nkey,1.5\n | a.csv:2: seed: expected a whole number from 0 to
 a.csv | prompt,seed\nkey,-1\n | a.csv:2: seed: expected a whole number from 0 to 2^63 - 1, got '-1'
-a.csv | prompt,id\nkey,00002\nant,\n | a.csv:3: expected ids that differ
+a.csv | prompt,id\nkey,00002\nant,\n | a.csv:3: expected unique ids
 a.txt | key\n--prompt "ant" --seed 5\n | a.txt:2: expected a prompt, got one with the
 a.txt | ant --ar 16:9 | got one with the option --ar
 a.txt | -p ant | got one with the option -p
-a.csv | prompt,id\nkey,a\nant,b\nbat,A\n | a.csv:4: expected ids that differ (also without case)
+a.csv | prompt,id\nkey,a\nant,b\nbat,A\n | a.csv:4: expected unique ids (ignoring case)
 a.txt | ant\rbat\r | a.txt: expected lines that end in \n or \r\n, got \r alone
-a.csv | prompt,id\nkey,con.x\n | a.csv:2: id: expected another file name, because Windows
-a.csv | prompt,id\nkey,Lpt1 .y\n | because Windows keeps this one for a device, got 'Lpt1 .y'
 a.csv | prompt,Width\nkey,64\n | a.csv:2: width: expected none, because all images of a run have
 """
 
@@ -127,7 +125,7 @@ def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
     for bad, message in (("", "got an empty one"), ("\ud800", "half of a surrogate pair")):
         with pytest.raises(UserError, match=message):
             prompts_from_texts([bad])
-    with pytest.raises(UserError, match="expected ids that differ"):
+    with pytest.raises(UserError, match="expected unique ids"):
         check_unique([*prompts, prompts[0]])
     one, same, other = (prompts_digest(prompts_from_texts([text])) for text in "aab")
     assert one.startswith("97673c9dae21"), "as earlier run folders have it"

@@ -55,7 +55,10 @@ BAD: dict[str, tuple[str, str]] = {
         "caption --data none --references none --tokens 0",
         "--tokens: expected at least 1, got 0",
     ),
-    "report": ("report none", "none: expected the folder of a benchmark, found no results.json"),
+    "report": (
+        "report none",
+        "none: expected the folder of a benchmark, got no such folder; run",
+    ),
     "weights-list": ("weights --weights-dir none", "--weights-dir none: expected a folder"),
     "weights": ("weights magic", "weights: expected names of lpips-alex"),
 }
@@ -138,6 +141,9 @@ def test_help_and_errors_of_what_is_given_import_no_torch() -> None:
         "classify --data . --rows bad",
         "caption --data none --references none",
         "cache --texts none",
+        "report .",
+        "weights --weights-dir none",
+        "doctor --weights-dir none",
         "score none none --metrics x",
         "classify",
         "classify --data none --suite x",
