@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mame_sd.report import counted
@@ -118,18 +119,19 @@ def _terrain() -> Sampler:
     return Sampler(model.unet, sample, identity)
 
 
-def _photographs() -> Sampler:
-    """Return the transformer of photographs: a held-out thumbnail for each draw, guidance 2."""
+def _instrument(name: str) -> Sampler:
+    """Return an instrument: held-out thumbnails for each draw, guidance 2."""
     from ..instruments.flow import sample
     from ..instruments.models import conditions, load_instrument
 
-    instrument, thumbnails = load_instrument("photographs"), conditions("photographs")
+    instrument, thumbnails = load_instrument(name), conditions(name)
 
     def samples(number: int, steps: int) -> Any:
         one = thumbnails[number % len(thumbnails)][None]
         return sample(instrument, one, steps, 2.0, seed=number)
 
-    return Sampler(instrument.model, samples, {"name": "photographs", "guidance": 2})
+    time = 2 if len(instrument.kind.shape) == 4 else None
+    return Sampler(instrument.model, samples, {"name": name, "guidance": 2}, time)
 
 
 CASES: tuple[Case | SampleCase, ...] = (
@@ -155,8 +157,14 @@ CASES: tuple[Case | SampleCase, ...] = (
     ),
     SampleCase(
         name="photographs", title="transformer of photographs, 4 steps, guidance 2",
-        load=_photographs, steps=4, draws=32, quick=4,
+        load=partial(_instrument, "photographs"), steps=4, draws=32, quick=4,
         rows=f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", own=RESTORED,
+    ),
+    SampleCase(
+        name="video", title="transformer of clips, 4 steps, guidance 2 (changes of frames)",
+        load=partial(_instrument, "video"), steps=4, draws=16, quick=2,
+        rows=f"mame-default,{FEWER},{COPIED},second-frames,random-0.25,mean-attention",
+        own=RESTORED,
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
@@ -260,10 +268,14 @@ def markdown(
 
 
 def _cell(values: Mapping[str, Any], intervals: bool) -> str:
-    """Format a row's values in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`."""
+    """Format a row's values in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`.
+
+    After the PSNR is that within the object, or that of the changes from frame to frame of a clip.
+    """
     parts = []
     if "psnr" in values:
-        inside = f" ({values['psnr_object']['mean']:.1f})" if "psnr_object" in values else ""
+        second = values.get("psnr_object") or values.get("psnr_changes")
+        inside = f" ({second['mean']:.1f})" if second else ""
         parts.append(f"{values['psnr']['mean']:.1f} dB{inside}")
     for name, label, digits in (
         ("fd_dinov2", "FD", 1), ("kid_dinov2", "KID", 2), ("clip_score", "CLIP", 1)

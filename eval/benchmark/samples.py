@@ -42,11 +42,13 @@ class Sampler:
         sample: Takes the number of a draw and the number of steps, and returns samples [N, ...] in
             -1..1.
         identity: JSON values that identify this model.
+        time: Axis of a sample's frames. If None, samples are no clips.
     """
 
     module: nn.Module
     sample: Callable[[int, int], Tensor]
     identity: Mapping[str, Any]
+    time: int | None = None
 
 
 def measure_samples(
@@ -71,7 +73,8 @@ def measure_samples(
         on_note: Called with the reason for each row that is left out.
 
     Returns:
-        By row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians).
+        By row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians), and of clips
+        "psnr_changes", the PSNR of the differences between neighbouring frames.
 
     Raises:
         UserError: If nothing merges in a row of ours.
@@ -114,8 +117,12 @@ def measure_samples(
             samples, seconds = made(name, number)
             by_row[name] = samples, {"cpu": seconds}
             yield name, by_row[name][1]
+        reference = by_row[BASELINE][0]
         for samples, line in by_row.values():  # lines are kept when all rows are there
-            line["psnr"] = decibels(samples, by_row[BASELINE][0])
+            line["psnr"] = decibels(samples, reference)
+            if sampler.time is not None:
+                changes = samples.diff(dim=sampler.time), reference.diff(dim=sampler.time)
+                line["psnr_changes"] = decibels(*changes)
 
     measure_cases(
         store, range(draws), list(able), measure, lambda draw, row: {"draw": draw, "row": row},
@@ -139,9 +146,11 @@ def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, draws: int) -> di
     )
     cpu, cpu_low, cpu_high = median_interval([line["cpu"] for line in own])
     keys = {str(number): str(number) for number in range(draws)}
-    near = {str(number): line["psnr"] for number, line in enumerate(own)}
-    values = {
-        "cpu": Value(mean=cpu, low=cpu_low, high=cpu_high, n=draws),
-        "cpu_speedup": Value(mean=median, low=low, high=high, n=draws),
-    }
-    return values if name == BASELINE else {"psnr": Value(**mean_interval(near, keys)), **values}
+    values = {}
+    for metric in ("psnr", "psnr_changes") if name != BASELINE else ():
+        near = {str(number): line[metric] for number, line in enumerate(own) if metric in line}
+        if near:
+            values[metric] = Value(**mean_interval(near, keys))
+    values["cpu"] = Value(mean=cpu, low=cpu_low, high=cpu_high, n=draws)
+    values["cpu_speedup"] = Value(mean=median, low=low, high=high, n=draws)
+    return values

@@ -131,8 +131,9 @@ def benchmark_command(
     place = Path("out") / suite if out is None else out
     chosen = None if suite == README else suite_named(suite)
     if chosen is not None:
-        if options.quick:
-            raise unexpected("--quick", f"--suite {README}", suite, "leave it out, or give that")
+        for given, name in ((options.quick, "--quick"), (options.case, "--case")):
+            if given:
+                raise unexpected(name, f"--suite {README}", suite, "leave it out, or give that")
         prompts_of_file(chosen, prompts, options.held_out)
     elif model.model is not None or prompts.file is not None or sampling:
         raise UserError(

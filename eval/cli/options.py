@@ -86,6 +86,9 @@ class BenchmarkOptions(MetricOptions):
     )  # fmt: skip
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
     quick: bool = option(False, "With --suite readme: few prompts, in minutes instead of hours.")
+    case: str | None = option(
+        None, "With --suite readme: the only case to measure, such as video.", metavar="NAME"
+    )
     held_out: bool = option(False, "Draw prompts other than those on which defaults were chosen.")
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ def run_readme(
     model: ModelChoice,
     command: str,
 ) -> dict[str, Any]:
-    """Measure every case into a folder below `out`.
+    """Measure every case, or the one that `options` names, into a folder below `out`.
 
     `out`/readme.json is written after each case, and a case that is finished is not run again. On
     a CPU one thread computes, so that CPU seconds are those of the work alone.
@@ -52,18 +52,22 @@ def run_readme(
         what readme.json holds.
 
     Raises:
-        UserError: several processes, whose seconds can't be compared; unknown rows; a foreign
-            folder.
+        UserError: several processes, whose seconds can't be compared; an unknown case or row; a
+            foreign folder.
     """
     if this_process().count > 1:
         raise UserError("--suite readme: expected one process, got several; start it alone")
-    for case in CASES:  # unknown rows and settings are found before the first hour
+    cases = [case for case in CASES if options.case in (None, name_of(case))]
+    if not cases:
+        names = ", ".join(map(name_of, CASES))
+        raise UserError(f"--case: expected one of {names}, got {options.case!r}; correct it")
+    for case in cases:  # unknown rows and settings are found before the first hour
         rows_of(case, options.rows, options.row)
     _check_out(out)
     torch.set_num_threads(1)
     about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
     found: dict[str, Any] = {}
-    for case in CASES:
+    for case in cases:
         one = _measured(case, out, prompts, options, model, command)
         if one is not None:
             found[name_of(case)] = one

@@ -108,6 +108,27 @@ def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
     assert more["ours"]["psnr"].n == 3
 
 
+def test_changes_of_clips_are_compared_from_frame_to_frame(tmp_path: Path) -> None:
+    unet = tiny_unet()
+    pattern = {4: torch.zeros(4), 3: torch.full((4,), 0.1), 2: torch.tensor([0.1, -0.1, 0.1, -0.1])}
+
+    def sample(number: int, steps: int) -> Tensor:
+        clip = torch.rand(1, 3, 4, 8, 8, generator=torch.Generator().manual_seed(number))
+        return clip + pattern[steps].view(1, 1, 4, 1, 1)
+
+    clips = Sampler(unet, sample, {"name": "clips"}, time=2)
+    found = measure_samples(clips, chosen_rows("fewer-1,fewer-2"), 2, 4, tmp_path / "a.jsonl")
+    near = {name: [value[m].mean for m in ("psnr", "psnr_changes") if m in value]
+            for name, value in found.items()}  # fmt: skip
+    assert near["baseline"] == []
+    assert near["fewer-1"] == [pytest.approx(26.02, abs=0.01), pytest.approx(150, abs=50)]
+    assert near["fewer-2"] == [pytest.approx(26.02, abs=0.01), pytest.approx(20, abs=0.01)]
+    cell = markdown(stored({"a": stored_case("A", {}, [
+        (row, found[row.name]) for row in chosen_rows("fewer-2")
+    ])}, {}), intervals=False)  # fmt: skip
+    assert "| two steps fewer | 26.0 dB (20.0), " in cell
+
+
 def test_a_model_without_a_part_leaves_out_the_row_that_needs_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     unet = UNet2DModel(
@@ -167,6 +188,7 @@ def test_the_suite_takes_no_model_of_ones_own(
     for options, message in (
         ("--row kep=1", "--row kep=1: unknown setting 'kep'; did you mean 'keep'?"),
         ("--rows x", "--rows: expected names of baseline"),
+        ("--case x", "--case: expected one of transformer-4, "),
         ("--out .", "got one with other things in it ('photo.png')"),
     ):
         assert cli.run(f"benchmark --suite readme --quick {options}".split()) == 2

@@ -43,6 +43,7 @@ BAD: dict[str, tuple[str, str]] = {
         "--reference nope: expected a folder, got no such folder; check the path",
     ),
     "quick": ("benchmark --quick", "--quick: expected --suite readme, got quick; leave it out"),
+    "case": ("benchmark --case video", "--case: expected --suite readme, got quick; leave it out"),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
     "weights-dir": (  # before the model
         "benchmark --weights-dir none",

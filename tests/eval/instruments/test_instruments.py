@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig, apply_mame
 from mame_sd.errors import UserError
+from mame_sd.eval.benchmark.rows import chosen_rows
+from mame_sd.eval.benchmark.samples import LARGEST, decibels
 from mame_sd.eval.instruments import flow, models
 from mame_sd.eval.instruments.models import KINDS, Instrument, Kind, conditions, thumbnails_of
 
@@ -191,3 +193,17 @@ def test_what_cannot_be_loaded_is_one_sentence(small: Instrument, tmp_path: Path
     models.save_weights("photographs", {"other": torch.zeros(3)}, tmp_path)
     with pytest.raises(UserError, match=r"got those of another model"):
         models.load_instrument("photographs", tmp_path)
+
+
+def test_the_trained_transformer_of_clips_follows_its_condition_and_tells_methods_apart() -> None:
+    instrument, given = models.load_instrument("video"), conditions("video")[:2]
+    clip = flow.sample(instrument, given[:1], 1)
+    own, other = (F.mse_loss(thumbnails_of(clip)[0], thumbnails) for thumbnails in given)
+    assert own < other / 10
+    (mean,) = chosen_rows("mean-attention")[1:]
+    with mean.method.on(instrument.model):
+        without_attention = flow.sample(instrument, given[:1], 1)
+    handle = apply_mame(instrument.model, MaMeConfig(keep=1, mlp_keep=0.25))
+    restored = flow.sample(instrument, given[:1], 1)
+    handle.remove()
+    assert decibels(without_attention, clip) + 8 < decibels(restored, clip) < LARGEST
