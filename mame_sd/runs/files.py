@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,40 @@ _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
     for name in ("NOSPC", "DQUOT", "FBIG", "IO", "NOMEM", "MFILE", "NFILE", "STALE", "BUSY")
 }
+# Neither wait for a pipe nor follow a link. Windows knows only the last flag.
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | _NO_WAIT
+
+
+def open_own(path: Path, flags: int) -> BinaryIO:
+    """Open a file of our own to write to, by flags of `os.open`, and create it if it is missing.
+
+    Raises:
+        OSError: a link, a pipe, a device or a folder is in its place.
+    """
+    file = os.fdopen(os.open(path, flags | os.O_CREAT | _NO_FOLLOW, 0o666), "wb")
+    try:
+        _check_regular(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        OSError: it can't be read, or is a pipe or a device, which might never end.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | _NO_WAIT), "rb") as file:
+        _check_regular(file, path)
+        return file.read()
+
+
+def _check_regular(file: BinaryIO, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        raise OSError(errno.EINVAL, "expected a file, got a pipe or a device", str(path))
 
 
 @contextlib.contextmanager
@@ -103,9 +138,9 @@ def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryI
     temporary = temporary or path.with_name(own)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of a run that was killed
+        temporary.unlink(missing_ok=True)  # of a run that was killed, or a foreign link
         try:
-            with open(temporary, "xb") as file:
+            with open_own(temporary, os.O_WRONLY | os.O_EXCL) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mame_sd.errors import UserError, unexpected
-from mame_sd.runs.files import check_place, write_atomically, writing
+from mame_sd.runs.files import check_place, open_own, read_regular, write_atomically, writing
 from mame_sd.runs.records import FORMAT, RECORD_ERRORS, read_manifest, sample_of
 
 _PNG_END = b"IEND\xaeB`\x82"
@@ -53,6 +53,14 @@ class RunFolder:
         if check_place(self.path, self.path) != self.path:
             return
         where = f"--out {self.path}"
+        for own in (self.images, self.work):
+            if own.is_symlink():
+                raise unexpected(
+                    where,
+                    f"{own.name} to be a folder of its own",
+                    f"a link to {os.readlink(own)!r}",
+                    "put the folder itself there, or make --out a link",
+                )
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
@@ -99,7 +107,7 @@ class RunFolder:
             record: what is known of the image.
         """
         part = self.work / f"samples-{self._rank}.jsonl"
-        with writing(part), open(part, "ab") as file:
+        with writing(part), open_own(part, os.O_WRONLY | os.O_APPEND) as file:
             row = {"name": name, **record, "sha256": hashlib.sha256(png).hexdigest()}
             file.write(json.dumps(row, sort_keys=True).encode() + b"\n")
             file.flush()
@@ -144,7 +152,7 @@ class RunFolder:
         parts = self.samples, *sorted(self.work.glob("samples-*.jsonl"))
         for source in filter(os.path.exists, parts):
             try:
-                lines = source.read_bytes().split(b"\n")
+                lines = read_regular(source).split(b"\n")
             except OSError as error:
                 raise UserError(
                     f"{source}: can't be read ({error.strerror}); delete it and run the same"
@@ -159,7 +167,7 @@ class RunFolder:
     def _is_whole(self, name: str, record: Mapping[str, Any]) -> bool:
         """Return whether an image ends like a PNG and has the hash of its record, if any."""
         try:
-            data = (self.images / f"{name}.png").read_bytes()
+            data = read_regular(self.images / f"{name}.png")
         except OSError:
             return False
         digest = hashlib.sha256(data).hexdigest()
@@ -171,7 +179,7 @@ class RunFolder:
             import fcntl
         except ImportError:
             return
-        self._lock = open(self.work / "lock", "ab")  # noqa: SIM115 (`close` closes it)
+        self._lock = open_own(self.work / "lock", os.O_WRONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -177,16 +177,25 @@ def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "thesis.tex"]
     if Path("/proc/self").exists():  # a folder that not even root can write to
         refused(Path("/proc/mame-sd"), "can't be")
+    for name in ("images", ".mame-sd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to(tmp_path / "elsewhere")
+        refused(tmp_path / name, f"expected {name} to be a folder of its own, got a link")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @posix
-def test_a_folder_is_locked(tmp_path: Path) -> None:
+def test_a_folder_is_locked_and_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "run")
     first.prepare({"settings": {}})
     with pytest.raises(UserError, match="another run is writing to"):
         RunFolder(tmp_path / "run").prepare({"settings": {}})
     first.close(complete=True)
-    RunFolder(tmp_path / "run").prepare({"settings": {}})
+    (tmp_path / "run" / ".mame-sd").mkdir()
+    (tmp_path / "run" / ".mame-sd" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="can't be written"):
+        RunFolder(tmp_path / "run").prepare({"settings": {}})
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_others_take_away_during_a_run_is_said_and_made_again(

@@ -125,7 +125,7 @@ BAD = {
     "--metrics clip_score --clip big": (
         "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a"
     ),
-    "--metrics fid --reference none": "--reference: expected a folder of images, but none is not",
+    "--metrics fid --reference none": "--reference none: expected a folder, got no such folder",
     "--metrics fid --reference a": "--reference a: expected images of another origin",
     "--metrics psnr,": "--metrics: expected names of lpips, psnr",
 }
