@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.merging import Merging
+from mame_sd.runs.merging import Merging, settings_of
 
 from .. import tables
 from ..results.schema import Family
@@ -140,15 +141,14 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
 
 
 def own_row(text: str) -> Row:
-    """Return the row of settings such as `keep=0.4,fit_queries=32`; that text is its name.
+    """Return the row of settings such as `keep=0.4,fit_queries=32`, or of a .json file of them.
 
-    Raises UserError if the text doesn't give settings of `MaMeConfig`.
+    The text is the row's label, and its name with `-` for each `/`.
+
+    Raises UserError if the text or the file doesn't give settings of `MaMeConfig`.
     """
-    try:
-        config = MaMeConfig.from_text(text)
-    except ValueError as error:
-        raise UserError(f"--row {text}: {error}; correct it") from None
-    return Row(name=text, label=text, family="mame", method=Merging(config))
+    name = re.sub(r"[/\\]", "-", text).lstrip("-.")
+    return Row(name=name, label=text, family="mame", method=Merging(settings_of(text, "--row")))
 
 
 def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:

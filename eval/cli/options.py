@@ -81,9 +81,11 @@ class BenchmarkOptions(MetricOptions):
         metavar="NAMES",
     )
     row: tuple[str, ...] = option(
-        (), "A row of your own settings, such as keep=0.4,fit_queries=32. Repeatable.", "--row",
+        (),
+        "A row of your own settings, such as keep=0.4,fit_queries=32, or a .json file. Repeatable.",
+        "--row",
         metavar="SETTINGS",
-    )  # fmt: skip
+    )
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
     quick: bool = option(False, "With --suite readme: few prompts, in minutes instead of hours.")
     case: str | None = option(

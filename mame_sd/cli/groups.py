@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from mame_sd.cli.console import note
@@ -12,6 +10,7 @@ from mame_sd.cli.options import FieldOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.merging import settings_of
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
@@ -102,23 +101,6 @@ class MergingOptions:
             name, _, rest = str(error).partition(": ")
             where = "--" + name.replace("_", "-") if name in given else f"merging: {name}"
             raise UserError(f"{where}: {rest}" if rest else f"merging: {error}") from None
-
-
-def settings_of(text: str, flag: str) -> MaMeConfig:
-    """Return settings given as `name=value,...`, or as the path of a .json file.
-
-    Raises:
-        UserError: the text or the file holds other things. The message names the `flag`.
-    """
-    if "=" in text and not os.path.exists(text):
-        try:
-            return MaMeConfig.from_text(text)
-        except ValueError as error:
-            raise UserError(f"{flag} {text}: {error}; correct it") from None
-    try:
-        return MaMeConfig.from_file(Path(text))
-    except ValueError as error:
-        raise UserError(f"{flag} {error}") from None
 
 
 PROMPTS = FieldOptions(PromptOptions)

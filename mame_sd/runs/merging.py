@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mame_sd.config import NAMES, MaMeConfig
@@ -13,6 +15,23 @@ from mame_sd.runs.jobs import Job
 if TYPE_CHECKING:  # both import torch, which names of methods can do without
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.runs.loading import LoadedModel
+
+
+def settings_of(text: str, flag: str) -> MaMeConfig:
+    """Return settings given as `name=value,...`, or as the path of a .json file.
+
+    Raises:
+        UserError: the text or the file holds other things. The message names the `flag`.
+    """
+    if "=" in text and not os.path.exists(text):
+        try:
+            return MaMeConfig.from_text(text)
+        except ValueError as error:
+            raise UserError(f"{flag} {text}: {error}; correct it") from None
+    try:
+        return MaMeConfig.from_file(Path(text))
+    except ValueError as error:
+        raise UserError(f"{flag} {error}") from None
 
 
 class NotApplicable(UserError):

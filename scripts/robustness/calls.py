@@ -161,9 +161,11 @@ def hostile(draw: Draw) -> str:
     size = int(10 ** draw.uniform(1, 6.7))
     kind = draw.choice(["pipe", "deep", "deep out", "line", "lines", "patterns", "images", "json"])
     if kind == "pipe":
+        hidden = [run / ".mame-sd" / name for name in ("lock", "image-0.tmp", "samples-0.jsonl")]
         inputs = [place / "prompts.txt", place / "prompts.csv", config]
-        there = [path for path in model.rglob("*") if path.is_file()]
-        pipe = draw.choice([*inputs, *sorted(there)])
+        there = [path for folder in (run, model) for path in folder.rglob("*") if path.is_file()]
+        pipe = draw.choice([*hidden, *inputs, *sorted(there)])
+        pipe.parent.mkdir(exist_ok=True)
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)
         prompts = ["--prompts", str(pipe)] if pipe.stem == "prompts" else prompts

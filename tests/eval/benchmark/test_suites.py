@@ -54,13 +54,18 @@ def test_rows_are_chosen_by_name_and_by_number() -> None:
             chosen_rows(name)
 
 
-def test_own_settings_are_rows() -> None:
+def test_own_settings_and_files_of_them_are_rows(tmp_path: Path) -> None:
     *_, own = chosen_rows("mame-default", ["keep=.4,fit_queries=32,redraw=false"])
     assert own.name == "keep=.4,fit_queries=32,redraw=false"
     settings = MaMeConfig(keep=0.4, fit_queries=32, redraw=False)
     assert own.method == Merging(settings)
+    (tmp_path / "by-block.json").write_text('{"layers": {"blocks.0": {"keep": 0.5}}}')
+    *_, own = chosen_rows("mame-default", [str(tmp_path / "by-block.json")])
+    assert own.name.endswith("-by-block.json")
+    assert "/" not in own.name
+    assert own.config["mame"]["layers"] == {"blocks.0": {"keep": 0.5}}
     for text, error in (
-        ("keep", "expected settings such as .*, got 'keep'"),
+        ("keep", "keep: expected a .json file of settings such as .*, got no ending"),
         ("kep=1", "unknown setting 'kep'; did you mean 'keep'"),
         ("keep=2", "keep: expected a share above 0 and at most 1, got 2"),
         ("keep=1,tau=0.5", "expected tau or keep, got both"),
