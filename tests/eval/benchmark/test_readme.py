@@ -57,7 +57,7 @@ def test_tables_of_pages_are_those_of_stored_results(
     for case in content["cases"].values():
         assert re.fullmatch(r"[0-9a-f]{40}", case["commit"]), "of a commit, without changes"
         assert "--suite readme" in case["command"]
-    names, rows = (words.split() for words in part.split("; ")[1:]) if part else ([], [])
+    names, rows = (words.split() for words in [*part.split("; ")[1:], "", ""][:2])
     shown = [markdown(content, names, with_intervals, rows) for with_intervals in (True, False)]
     assert table.strip() in shown, f"{page}: not the table of {file}"
 
