@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from mame_sd.errors import MachineError, UserError, unexpected
 
+DEEPEST = 256  # new folders, one in another
 # Failures of the machine: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
@@ -114,6 +115,10 @@ def check_place(folder: Path, out: Path) -> Path:
         problem = f"expected a folder, got the file {place}"
     elif folder != place and folder.is_symlink():
         problem = "expected a folder, got a link to nothing"
+    elif len(folder.parts) - len(place.parts) > DEEPEST:  # pathlib creates folders recursively
+        raise UserError(
+            f"--out: expected at most {DEEPEST} new folders, one in another; choose a shorter path"
+        )
     elif not os.access(place, os.W_OK | os.X_OK):
         problem = f"expected a folder that can be written, but {place} can't be"
     else:

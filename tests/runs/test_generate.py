@@ -174,6 +174,7 @@ def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> No
     (tmp_path / "a" / "manifest.json").write_text("{}")
     refused(tmp_path / "a", "expected the manifest of a run")
     refused(tmp_path / "a" / "thesis.tex" / "below", "expected a folder, got the file")
+    refused(tmp_path.joinpath(*["b"] * 300), "expected at most 256 new folders")
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "thesis.tex"]
     if Path("/proc/self").exists():  # a folder that not even root can write to
         refused(Path("/proc/mame-sd"), "can't be")
