@@ -164,7 +164,7 @@ class LayerTokens(_Tokens):
 
 
 class Report(ABC):
-    """What merged since the last `reset`. Every handle's `report()` returns a subclass.
+    """Say what merged since the last `reset`. Every handle's `report()` returns a subclass.
 
     `str(report)` is for people, `to_dict()` for programs.
 

@@ -65,9 +65,8 @@ class MetricOptions:
 
     def __post_init__(self) -> None:
         check_folder("--weights-dir", self.weights_dir)
-        if self.reference is not None and not os.path.isfile(
-            self.reference
-        ):  # a file of statistics
+        # A file holds statistics.
+        if self.reference is not None and not os.path.isfile(self.reference):
             check_folder("--reference", self.reference)
 
 

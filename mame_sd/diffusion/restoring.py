@@ -264,10 +264,12 @@ class PartHook(RestoreHook):
     def output(self, call: TokensCall) -> Any:
         """See `RestoreHook`."""
         rows = running_rows()
+        if rows is None:
+            return call.run()
         by_token = any(call.kwargs.get(name) is not None for name in _BY_TOKEN)
         mask = call.kwargs.get("attention_mask")
         by_token = by_token or (isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] > 1)
-        if rows is None or by_token or needs_all_rows(call.module):
+        if by_token or needs_all_rows(call.module):
             return call.run()
         part = rows.take(call.x) if isinstance(call.x, Tensor) and call.x.dim() == 3 else None
         if part is None:

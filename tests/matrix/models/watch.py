@@ -1,4 +1,4 @@
-"""What a tiny model's attention is called with: all keys, or those of layers that merge."""
+"""Watch the calls of a tiny model's attention: all keys, or those of layers that merge."""
 
 from __future__ import annotations
 
