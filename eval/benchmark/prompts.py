@@ -10,6 +10,7 @@ from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.errors import UserError
 from mame_sd.runs.prompt_files import Prompt
 
+TUNED_ON = 128  # Defaults were chosen on at most so many prompts of a first draw.
 Captions = Mapping[str, tuple[str, str]]  # (subject, background) of each prompt
 
 
@@ -32,6 +33,8 @@ def drawn(
 ) -> list[Prompt]:
     """Draw `count` prompts, half of them pairs that training never saw.
 
+    If fewer such pairs are left, all of them are drawn.
+
     Args:
         captions: The prompts to draw from.
         count: Number of prompts.
@@ -39,18 +42,19 @@ def drawn(
         without: Prompts that are not drawn.
 
     Raises:
-        UserError: If there are not enough, at most twice as many as training never saw.
+        UserError: If there are not enough.
     """
     rng = random.Random(seed)
     left = {caption: pair for caption, pair in captions.items() if caption not in without}
     held = [caption for caption, pair in left.items() if subjects.is_held_out(*pair)]
     seen = [caption for caption, pair in left.items() if not subjects.is_held_out(*pair)]
-    if count // 2 > len(held):
+    if count > len(left):
         raise UserError(
-            f"--num: expected at most {2 * len(held) + 1} drawn prompts, got {count}; lower it,"
-            " or give --prompts"
+            f"--num: expected at most {len(left)} drawn prompts, got {count}; lower it, or give"
+            " --prompts"
         )
-    chosen = rng.sample(held, count // 2) + rng.sample(seen, count - count // 2)
+    unseen = max(min(count // 2, len(held)), count - len(seen))
+    chosen = rng.sample(held, unseen) + rng.sample(seen, count - unseen)
     return [
         Prompt(
             id=f"{number:03}",
@@ -58,7 +62,7 @@ def drawn(
             extra={
                 "glyph": left[text][0],
                 "background": left[text][1],
-                "held_out": number < count // 2,
+                "held_out": number < unseen,
             },
         )
         for number, text in enumerate(chosen)

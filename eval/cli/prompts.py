@@ -8,7 +8,7 @@ from mame_sd.cli.groups import PromptOptions
 from mame_sd.errors import UserError
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity
 
-from ..benchmark.prompts import CAPTIONS, drawn
+from ..benchmark.prompts import CAPTIONS, TUNED_ON, drawn
 from ..benchmark.suites import Suite
 
 
@@ -56,8 +56,9 @@ def suite_prompts(
     if read is not None:
         return read[:count], prompt_file_identity(prompts.file or suite.prompts or "")
     captions, seed = CAPTIONS.get(embedded or "", CAPTIONS["unet"])(), suite.seed
-    found = drawn(captions, count, seed)
+    without: set[str] = set()
     if held_out:
+        without = {prompt.text for prompt in drawn(captions, min(count, TUNED_ON), seed)}
         seed += 1
-        found = drawn(captions, count, seed, without={prompt.text for prompt in found})
+    found = drawn(captions, count, seed, without)
     return found, {"name": f"drawn with seed {seed}", "sha256": None}

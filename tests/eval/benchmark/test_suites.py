@@ -12,6 +12,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.prompts import drawn, subjects_by_caption
+from mame_sd.eval.benchmark.readme import CASES, Case, name_of
 from mame_sd.eval.benchmark.rows import all_rows, chosen_rows, row_named
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.prompts import suite_prompts
@@ -114,12 +115,24 @@ def test_drawn_prompts_are_half_unseen_always_the_same_and_none_of_the_first() -
     assert prompts == drawn(captions, 128)
     assert len({prompt.text for prompt in prompts}) == 128
     assert sum(prompt.extra["held_out"] for prompt in prompts) == 64
-    assert len({prompt.text for prompt in drawn(captions, 651)}) == 651
-    with pytest.raises(UserError, match="--num: expected at most 651 drawn prompts, got 652"):
-        drawn(captions, 652)
+    every = drawn(captions, len(captions))
+    assert {prompt.text for prompt in every} == set(captions)
+    too_many = f"--num: expected at most {len(captions)} drawn prompts, got {len(captions) + 1}"
+    with pytest.raises(UserError, match=too_many):
+        drawn(captions, len(captions) + 1)
     scenes = suite_prompts(SUITES["quick"], PromptOptions(num=64), "transformer")[0]
     first = {prompt.text for prompt in scenes}
     second = drawn(scenes_by_caption(), 64, 1, without=first)
     assert first < set(scenes_by_caption())
     assert len({prompt.text for prompt in second} - first) == 64
     assert sum(prompt.extra["held_out"] for prompt in second) == 32
+
+
+@pytest.mark.parametrize("case", [it for it in CASES if isinstance(it, Case)], ids=name_of)
+def test_every_column_of_readme_finds_its_prompts(case: Case) -> None:
+    model = case.suite.model.removeprefix("embedded-")
+    first = PromptOptions(num=min(case.suite.num, 128))
+    tuned = {prompt.text for prompt in suite_prompts(case.suite, first, model)[0]}
+    held_out = suite_prompts(case.suite, PromptOptions(), model, held_out=True)[0]
+    assert len(held_out) == case.suite.num
+    assert not {prompt.text for prompt in held_out} & tuned
