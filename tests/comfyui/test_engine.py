@@ -102,32 +102,22 @@ def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_merges_and_leaves_its_model_as_it_is(
-    node: Any, name: str, caplog: Any
+    package: Any, node: Any, name: str
 ) -> None:
     model = of_engine(name)
     before = call(model, name)
-    merged = call(applied(node, model), name)
-    assert torch.equal(call(model, name), before)
-    assert 1e-6 < (merged - before).norm() / before.norm() < 0.5
+    values: list[dict[str, Any]] = [{}, {"keep": 1.0, "mlp_keep": 0.25}]
+    if not layout(package, model).mlps:
+        with pytest.raises(ValueError, match="whose MLPs the node does not restore; set 1"):
+            applied(node, model, **values.pop())
+    for given in values:
+        merged = call(applied(node, model, **given), name)
+        assert torch.equal(call(model, name), before)
+        assert 1e-6 < (merged - before).norm() / before.norm() < 0.5
     if name in UNETS:
         same = call(applied(node, model, mode="tau", tau=1.0), name)
         close = {"rtol": 1e-4, "atol": 1e-4 * float(before.abs().max())}
         torch.testing.assert_close(same, before, **close)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_mlps_of_the_families_that_are_known_are_restored(
-    package: Any, node: Any, name: str
-) -> None:
-    model = of_engine(name)
-    if not layout(package, model).mlps:
-        with pytest.raises(ValueError, match="whose MLPs the node does not restore; set 1"):
-            applied(node, model, mlp_keep=0.25)
-        return
-    before = call(model, name)
-    restored = call(applied(node, model, keep=1.0, mlp_keep=0.25), name)
-    assert torch.equal(call(model, name), before)
-    assert 1e-6 < (restored - before).norm() / before.norm() < 0.5
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -228,29 +218,6 @@ def test_beside_the_engines_own_nodes_in_both_orders(
     assert torch.isfinite(first).all()
     assert torch.equal(first, second)
     assert not torch.equal(first, run(patcher("SD 1.5")))
-
-
-def test_a_part_of_the_steps_merges_and_a_run_tells_what(node: Any, caplog: Any) -> None:
-    caplog.set_level("INFO", logger="mame-sd")
-    plain, whole, part, none = (
-        sampled(
-            patcher("SD 1.5")
-            if start is None
-            else applied(node, patcher("SD 1.5"), start_percent=start),
-            steps=4,
-        )
-        for start in (None, 0.0, 0.5, 1.0)
-    )
-    assert torch.equal(none, plain)
-    assert not torch.equal(part, plain)
-    assert not torch.equal(part, whole)
-    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
-    said = "MaMe merged 384 -> 96 keys at 16 x 24, 96 -> 24 keys at 8 x 12"
-    assert ours == [
-        said,
-        said,
-        "MaMe merged nothing: no step was between start_percent and end_percent",
-    ]
 
 
 def compiled(model: Any) -> Any:

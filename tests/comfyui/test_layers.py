@@ -110,7 +110,6 @@ def named(package: Any, model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("name", [*UNETS, *TRANSFORMERS])
 def test_layers_are_those_of_diffusers(package: Any, name: str) -> None:
-    """As many, of the same names, in the same order; none twice."""
     if name in UNETS:
         numbers, config = UNETS[name]
         kind, model = "UNet2DConditionModel", UNetModel(**numbers)
@@ -158,7 +157,6 @@ def lengths(model: Model, blocks: list[dict[str, Any]], *counts: int) -> list[in
 
 
 def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: Any) -> None:
-    """One block's own share, the share of all others, and one unmerged, in any order of calls."""
     caplog.set_level("INFO")
     path = written(
         tmp_path,
@@ -179,7 +177,6 @@ def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: A
 
 
 def test_the_second_attention_of_a_block_has_settings_of_its_own(node: Any, tmp_path: Path) -> None:
-    """SD3.5's, over the image alone."""
     rules = {"transformer_blocks.0.attn": {"keep": 0.5}, "transformer_blocks.0.attn2": False}
     network = engine_model(SD3, {"joint_blocks": 1}, twice=1)
     model = applied(node, Model(network), settings=written(tmp_path, min_tokens=64, layers=rules))
@@ -250,7 +247,6 @@ def test_a_file_without_settings_of_layers_is_for_every_model(node: Any, tmp_pat
 def test_the_editor_says_what_is_wrong_with_a_file(
     package: Any, node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything runs; a path is one in ComfyUI's input folder, or absolute."""
     kind = type(node)
     folder = SimpleNamespace(get_input_directory=lambda: str(tmp_path))
     monkeypatch.setitem(sys.modules, "folder_paths", folder)

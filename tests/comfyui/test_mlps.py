@@ -121,7 +121,6 @@ def test_threads_share_a_node(node: Any, model: Model) -> None:
 
 
 def test_a_file_restores_some_mlps(node: Any, model: Model, tmp_path: Path, caplog: Any) -> None:
-    """As calibration writes it: a rule means a block, its attention and its MLP."""
     file, x = tmp_path / "settings.json", tokens()
     rules: dict[str, Any] = {"transformer_blocks.0": False}
     rules["transformer_blocks.1"] = {"keep": 1, "mlp_keep": 0.25, "block_keep": 1}

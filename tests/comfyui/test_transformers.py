@@ -183,10 +183,7 @@ def test_another_scale_and_heads_apart(node: Any) -> None:
 def test_attention_that_may_take_no_mask_is_handed_none(
     node: Any, name: str, whose: str, caplog: Any
 ) -> None:
-    """Unless the call has a mask, keys carry the sizes of their groups.
-
-    The log names the other node's attention.
-    """
+    """Unless the call has a mask; the log names the other node's attention."""
     caplog.set_level("INFO")
     call, masks = CALLS[name], []
 
@@ -212,21 +209,15 @@ def test_attention_that_may_take_no_mask_is_handed_none(
 
 
 def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
-    """As the layers of a model do by `apply_mame`."""
-    call = CALLS["Flux"]
+    blocks = {"double_blocks": [None] * 2, "single_blocks": [None] * 3}
+    call = replace(CALLS["Flux"], attributes={**CALLS["Flux"].attributes, **blocks})
     qkv = tensors(call)
+    named = run(node, call, *qkv, options={"block_type": "single", "block_index": 1})
+    torch.testing.assert_close(named, loops(call, *qkv, layer=3), rtol=1e-4, atol=1e-4)
     for layers in (1, 3):
         got = run(node, call, *qkv, layers=layers)
         expected = loops(call, *qkv, layer=layers - 1)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_named_block_draws_as_its_layer(node: Any) -> None:
-    blocks = {"double_blocks": [None] * 2, "single_blocks": [None] * 3}
-    call = replace(CALLS["Flux"], attributes={**CALLS["Flux"].attributes, **blocks})
-    qkv = tensors(call)
-    got = run(node, call, *qkv, options={"block_type": "single", "block_index": 1})
-    torch.testing.assert_close(got, loops(call, *qkv, layer=3), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
