@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from mame_sd import apply_mame, embedded_model_path
@@ -24,7 +24,6 @@ from tests.comfyui.engine import (
     TINY,
     call,
     embedded_transformer,
-    embedded_unet,
     engine,
     needs_engine,
     patcher,
@@ -136,47 +135,39 @@ def inputs_of(name: str, folder: Path) -> dict[str, Any]:
     return {"settings": str(path)}
 
 
-def of_both(patched: Any, model: Any, theirs: Any, name: str, **given: Any) -> list[Tensor]:
-    """Return the outputs of ComfyUI's model and of diffusers' for the same arguments."""
+def of_both(patched: Any, model: Any, theirs: Any, t: Tensor) -> list[Tensor]:
+    """Return the outputs of ComfyUI's SD3 and of diffusers' for the same random arguments."""
     seen: list[Any] = []
     hook = model.model.diffusion_model.register_forward_hook(
         lambda _, args, kwargs, output: seen.append((args, kwargs, output)), with_kwargs=True
     )
-    call(patched, name, **given)
+    generator = torch.Generator().manual_seed(0)
+    x, text, y = (
+        torch.randn(2, *shape, generator=generator) for shape in ((4, 64, 64), (77, 256), (256,))
+    )
+    call(patched, "SD3", x=x, c_crossattn=text, y=y, t=t)
     hook.remove()
     (((x, t, *_), kwargs, output),) = seen
-    pooled = {"pooled_projections": kwargs["y"]} if "y" in kwargs else {}
-    text = given["c_crossattn"]
+    pooled = {"pooled_projections": kwargs["y"]}
     with torch.no_grad():
         expected = theirs(x, encoder_hidden_states=text, timestep=t[:1], **pooled).sample
     return [output, expected]
 
 
-EMBEDDED: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {
-    "SD 1.5": (embedded_unet, UNet2DConditionModel, {"c_crossattn": (5, 192)}),
-    "SD3": (embedded_transformer, SD3Transformer2DModel, {"c_crossattn": (77, 256), "y": (256,)}),
-}
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_an_embedded_model_is_that_of_apply_mame(
-    node: Any, name: str, settings: str, tmp_path: Path
+def test_the_embedded_transformer_is_that_of_apply_mame(
+    node: Any, settings: str, tmp_path: Path
 ) -> None:
     """Drawn anew at each step, with one share and with those of single layers."""
-    made, kind, shapes = EMBEDDED[name]
-    folder = {"SD 1.5": "unet", "SD3": "transformer"}[name]
-    theirs = kind.from_pretrained(embedded_model_path(folder), subfolder=folder)
-    model, generator = made(), torch.Generator().manual_seed(0)
-    given = {
-        key: torch.randn(2, *shape, generator=generator)
-        for key, shape in {"x": (4, 64, 64), **shapes}.items()
-    }
+    theirs = SD3Transformer2DModel.from_pretrained(
+        embedded_model_path("transformer"), subfolder="transformer"
+    )
+    model = embedded_transformer()
     sigmas = [model.model.model_sampling.sigma(torch.tensor([t, t])) for t in (900, 500)]
-    whole = of_both(model, model, theirs, name, t=sigmas[1], **given)
+    whole = of_both(model, model, theirs, sigmas[1])
     apply_mame(theirs, **SETTINGS[settings])
     patched = applied(node, model, **{"min_tokens": 0, **inputs_of(settings, tmp_path)})
-    merged = [of_both(patched, model, theirs, name, t=sigma, **given) for sigma in sigmas]
+    merged = [of_both(patched, model, theirs, sigma) for sigma in sigmas]
     for output, expected in (whole, *merged):
         assert (output - expected).norm() < 1e-4 * expected.norm()
     assert (merged[1][0] - whole[0]).norm() > 1e-3 * whole[0].norm()

@@ -238,12 +238,6 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_without_settings_of_layers_is_for_every_model(node: Any, tmp_path: Path) -> None:
-    path = written(tmp_path, keep=0.5, min_tokens=64)
-    model = applied(node, Model(network("SingleStreamDiT", patch=2)), settings=path)
-    assert lengths(model, [{}]) == [7 + 48]
-
-
 def test_the_editor_says_what_is_wrong_with_a_file(
     package: Any, node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
