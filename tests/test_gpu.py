@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers.models.attention import FeedForward
 
-from benchmarks import gpu
+from benchmarks import attention, gpu
 from benchmarks.gpu import CARDS, ROWS, SD15, SDXL, Card, unet, wan
 from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd.core.min_tokens import FUSED, MIN_TOKENS
@@ -133,3 +133,19 @@ def test_a_card_is_busy_for_the_longest_of_three_times() -> None:
 def test_the_unets_are_the_published_ones(config: dict[str, Any], millions: float) -> None:
     model = unet(config, 64, torch.float32).build(torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)
+
+
+CPU = torch.device("cpu")
+
+
+def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds, times = attention.row(64, 1, CPU, torch.float32, 2)
+    assert seconds > 0
+    assert len(times) == len(attention.KEEPS)
+    assert min(times) > 0
+    fault = torch.float32  # computes nothing in it
+    monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
+    with pytest.raises(SystemExit, match="expected float64's output"):
+        attention.row(64, 1, CPU, fault, 1)
