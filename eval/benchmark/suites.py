@@ -22,6 +22,7 @@ class Suite:
         name: its name.
         about: one line for the report, which adds what was really generated.
         model: as for ``generate``.
+        loras: as for ``generate``.
         scheduler: as for ``generate``. If None, the model's.
         dtype: as for ``generate``.
         prompts: a prompt file, or "drawn" (from the embedded model's, half of them never trained
@@ -46,6 +47,7 @@ class Suite:
     name: str
     about: str
     model: str
+    loras: tuple[str, ...] = ()
     scheduler: str | None = None
     dtype: str = "auto"
     prompts: str | None
