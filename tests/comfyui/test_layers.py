@@ -204,26 +204,12 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
             '{"calibrated_for": "FluxTransformer2DModel with 57 self-attentions"}',
             f"calibrated_for: expected settings that were found for {FLUX} or .* with 57 self",
         ),
-        (
-            "Flux",
-            '{"layers": {"blocks.7": false}}',
-            "layers: expected patterns of layers of Flux such as 'transformer_blocks.0.attn', got"
-            " 'blocks.7', which is none of them",
-        ),
+        ("Flux", '{"layers": {"blocks.7": false}}', "expected patterns .* of Flux .*'blocks.7'"),
         ("Flux", '{"layers": {"*": {"kep": 1}}}', r"layers: \*: unknown setting 'kep'; did you me"),
-        ("Flux", '{"keep": 0}', "settings: .*settings.json: keep: expected a share above 0"),
         ("Flux", None, "settings: .*settings.json: expected a .json file of settings"),
-        (
-            "Flux",
-            '{"layers": {"*": {"tau": 0.8}}}',
-            "tau: expected mode keep for Flux, in which only keys merge in ComfyUI, got tau",
-        ),
+        ("Flux", '{"layers": {"*": {"tau": 0.8}}}', "tau: expected mode keep for Flux, in which"),
         ("Flux", '{"references": 0.5}', "settings: references: expected none of refer"),
-        (
-            "NextDiT",
-            '{"layers": {"layers.0": false}}',
-            "settings: Lumina 2 or Z-Image has no map from diffusers' layers to ComfyUI's blocks",
-        ),
+        ("NextDiT", '{"layers": {"layers.0": false}}', "Lumina 2 or Z-Image has no map from diff"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(

@@ -16,20 +16,9 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.embedded import model as subjects
-from mame_sd.embedded.scenes import SUBJECTS
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from mame_sd.runs.loading import load_model
 from mame_sd.runs.model_files import ModelChoice
-
-REQUIRED = {"rocket", "red apple", "ant", "key", "star", "pizza", "tree"}  # of the demo and docs
-
-
-def test_there_are_enough_subjects_and_the_promised_ones() -> None:
-    assert len(subjects.glyph_names()) == len(set(subjects.glyph_names())) >= 150
-    assert set(subjects.glyph_names()) >= REQUIRED
-    assert set(SUBJECTS) < set(subjects.glyph_names())
-    assert subjects.glyphs().shape == (len(subjects.glyph_names()), 256, 256, 4)
-    assert (subjects.glyphs()[..., 3].reshape(len(subjects.glyphs()), -1).max(1) == 255).all()
 
 
 def test_what_there_is_none_of_is_named() -> None:

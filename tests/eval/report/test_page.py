@@ -65,14 +65,6 @@ def test_no_text_makes_elements(tmp_path: Path) -> None:
     assert shape(tmp_path / "attacks", ATTACKS) == shape(tmp_path / "harmless", harmless)
 
 
-def test_the_same_results_give_the_same_bytes(
-    written: Path, tmp_path: Path, results: Results
-) -> None:
-    made = render(parse(results), tmp_path)
-    assert made.read_bytes() == (written / "report.html").read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "runs"}
-
-
 def test_failed_gates_come_first_and_a_benchmark_that_has_just_begun_has_a_report(
     tmp_path: Path, unplotted: Results
 ) -> None:
