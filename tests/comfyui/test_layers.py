@@ -130,10 +130,7 @@ def written(folder: Path, **values: Any) -> str:
 
 
 def lengths(model: Model, blocks: list[dict[str, Any]], *counts: int) -> list[int]:
-    """Return the number of keys in the attention of each of these blocks.
-
-    The image has 96 tokens behind 7, or as many as given.
-    """
+    """Return the number of keys in each block's attention, of `counts` tokens or 7 + 96."""
     seen: list[int] = []
 
     def noted(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:

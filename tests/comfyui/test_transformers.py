@@ -70,10 +70,7 @@ def run(
     function: Any = attention_pytorch,
     layers: int = 1,
 ) -> Tensor:
-    """Run the call in the engine with the node applied, or without it if `node` is None.
-
-    Returns the last layer's output.
-    """
+    """Run the call with the node, if there is one, and return the last layer's output."""
     model = Model(network(call.model, **call.attributes))
     model.model_options["transformer_options"] |= options or {}
     model = model if node is None else applied(node, model)
