@@ -121,12 +121,22 @@ def token_plan(
 # -------------------------------------------------------------------- groups
 
 
-def tiles_of(rows: int, columns: int, tile_size: int) -> list[tuple[int, int]]:
-    """Return the tile of each token of a plane, row after row; sides are cut evenly."""
+def tiles_of(size: tuple[int, ...], tile_size: int) -> list[tuple[int, int]]:
+    """Return the tile of each token of a sequence, an image or a video; sides are cut evenly.
+
+    A video is cut as a plane of t * h rows, in which the rows y of all frames are neighbours.
+    """
+    frames, height, columns = (1, 1, *size)[-3:]
+    rows = frames * height
     down = max(1, round(rows / tile_size)) if tile_size else 1
     wide = tile_size if rows > 1 else tile_size**2
     across = max(1, round(columns / wide)) if tile_size else 1
-    return [(y * down // rows, x * across // columns) for y in range(rows) for x in range(columns)]
+    return [
+        ((y * frames + frame) * down // rows, x * across // columns)
+        for frame in range(frames)
+        for y in range(height)
+        for x in range(columns)
+    ]
 
 
 def means(t: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
