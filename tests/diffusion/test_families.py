@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.attention import SequenceAttention
-from mame_sd.diffusion.families.layouts import _InWhole, packed
+from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, IMAGE_ALONE
 from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
@@ -175,20 +175,6 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why() -> Non
     assert stats.totals() == (1, N, N)
 
 
-def test_inputs_of_unequal_length_are_left_alone() -> None:
-    class Cross(MyAttention):
-        def forward(self, x: Tensor, places: Tensor, context: Tensor) -> Tensor:
-            return super().forward(x, places) + context.mean(1, keepdim=True)
-
-    attn = seeded(Cross, 0)
-    family = Family("two", ("T",), ("Cross",), lambda model, call: None, None, ("x", "context"))
-    call = {"x": normal(2, N, 8), "places": normal(N, 8), "context": normal(2, N - 3, 8)}
-    with torch.no_grad():
-        output, stats = counted(attn, family, Tokens((H, W)), HALF, **call)
-        assert torch.equal(output, attn(**call))
-    assert stats.last_reason == "93 tokens are not those of 8 x 12"
-
-
 def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
     union = case("FluxControlNetModel", MODELS["FluxControlNetModel"].inputs, BLC, num_mode=3)
     model = union.build()
@@ -197,14 +183,6 @@ def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
     assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {
         (N, N // 2)
     }
-
-
-def test_tokens_of_a_known_sequence_are_left_alone_in_another_of_their_own_number() -> None:
-    family = Family("loose", ("L",), ("MyAttention",), lambda model, call: None, inputs=("x",))
-    call = {"x": normal(2, N, 8), "places": normal(N, 8)}
-    tokens = _InWhole((H, W), before=4)
-    _, stats = counted(seeded(MyAttention, 0), family, tokens, HALF, **call)
-    assert stats.last_reason == "96 tokens are not those of 8 x 12"
 
 
 class MyAttention(nn.Module):

@@ -23,7 +23,7 @@ from benchmarks.launches import META, counted, on_card, pretended
 from mame_sd import MaMeAttnProcessor, apply_mame, attention, mame
 from tests.builders.tiny import one_level_unet, tiny_unet, unet_inputs
 from tests.builders.trace import Operations, counts, traced
-from tests.matrix.models.registry import MODELS
+from tests.matrix.models.registry import tiny_model
 
 
 def biased(q: Tensor, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -98,14 +98,6 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     assert all(layer.calls == 2 for layer in merged)
 
 
-@pytest.mark.parametrize(
-    "wait", [lambda x: x.sum().item(), lambda x: x[x > 0]], ids=["item", "mask"]
-)
-def test_a_wait_would_be_seen(wait: Callable[[Any], Any]) -> None:
-    with pretended(), pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
-        wait(torch.ones(3, device=META))
-
-
 def by_hooks(model: Any, **how: Any) -> None:
     apply_mame(model, min_tokens=16, **how)
 
@@ -119,7 +111,7 @@ def way(name: str, layer: str, merge: Callable[[Any], None]) -> list[tuple[str, 
 
     It is not the model's first layer, which computes the step.
     """
-    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    model, inputs = tiny_model(name)
     merge(model)
     module = model.get_submodule(layer)
     found: list[list[tuple[str, str]]] = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import os
 import subprocess
 import sys
@@ -131,33 +130,6 @@ def test_coroutines_of_a_thread_make_what_they_make_alone() -> None:
     found = asyncio.run(at_once())
     assert all(map(torch.equal, found, alone))
     assert handle.config.keep == 0.5
-
-
-def test_generators_have_settings_of_their_own_in_contexts_of_their_own() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **MERGED)
-
-    def images(keep: float) -> Iterator[Tensor]:
-        with handle.using(keep=keep):
-            while True:
-                yield run_unet(unet)
-
-    expected = {keep: next(images(keep)) for keep in (0.25, 0.6)}
-    contexts = {keep: (contextvars.copy_context(), images(keep)) for keep in expected}
-    for _ in range(2):
-        for keep, (context, made) in contexts.items():
-            assert torch.equal(context.run(next, made), expected[keep])
-    assert handle.config.keep == 0.5
-
-
-def test_settings_of_a_thread_are_refused_where_they_would_have_no_effect() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **MERGED)
-    with pytest.raises(ValueError, match="keep: expected a share"), handle.using(keep=7):
-        pass
-    handle.remove()
-    with pytest.raises(RuntimeError, match="it was removed or replaced"), handle.using(keep=0.25):
-        pass
 
 
 def test_a_model_changes_only_between_images() -> None:
