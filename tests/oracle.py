@@ -1,12 +1,7 @@
 """Slow, plain float64 loops: what every fast path is tested against, outputs and gradients.
 
-* The paper's method (arXiv 2604.13432) in its settled form: `TokenPlan`.
-* Attention over kept keys, sizes counted and values fitted by an explicit inverse:
-  `merged_attention`.
-
+`TokenPlan` is the paper's method (arXiv 2604.13432), `merged_attention` attention over merged keys.
 `mame_sd.core.reference` has groups, plain images and restoring.
-
-One sample, and of it one source or head, is computed at a time. Everything is differentiable.
 """
 
 from __future__ import annotations
@@ -270,10 +265,7 @@ def _shares(at: list[int], of_all: Tensor | None) -> Tensor:
 
 
 def _kept(images: Sequence[Image], b: int, count: int) -> tuple[list[list[int]], list[int], slice]:
-    """Return the members and the mask's column of each kept key of a sample.
-
-    The third result says which of the kept keys are merged ones.
-    """
+    """Return members and mask's column of each kept key of a sample, and the merged ones."""
     members: list[list[int]] = []
     columns: list[int] = []
     end = 0

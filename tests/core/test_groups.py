@@ -1,8 +1,4 @@
-"""Test cells, draws and groups.
-
-Cells are balanced at every border, each token joins the nearest destination of its tile, and
-samples merge as their leader does.
-"""
+"""Test cells, draws and groups, at every border and of every size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Test which attention kernel would run, and the number of tokens from which on layers merge.
-
-`Machine` holds PyTorch's answers on machines that tests don't run on.
-"""
+"""Test which attention kernel would run, and from how many tokens on layers merge."""
 
 from __future__ import annotations
 

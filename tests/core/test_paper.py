@@ -38,6 +38,7 @@ def test_values_and_gradients_equal_the_loops(fields: dict[str, Any], length: in
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(plan.weights, loop.weights, **close)
     assert plan.preserved.tolist() == loop.preserved
+    torch.testing.assert_close(plan.sizes.sum(1), torch.full_like(x[:, 0, 0], length + prefix))
     merged = plan.merge(y)
     torch.testing.assert_close(merged, loop.merge(y), **close)
     torch.testing.assert_close(plan.restore(merged), loop.restore(merged), **close)

@@ -48,10 +48,7 @@ def mlp(dtype: torch.dtype = torch.float64, channels: int = 6) -> Callable[[Tens
 
 
 def tiles_of(size: tuple[int, ...], tile_size: int) -> list[list[int]]:
-    """Return the positions of the tokens of each tile, as the oracle cuts them.
-
-    An image is cut into equal strips of whole rows if these have about as many tokens as a square.
-    """
+    """Return the positions of each tile's tokens: strips of whole rows if their size is near."""
     if len(size) == 2 and tile_size:
         (h, w), square = size, tile_size**2
         heights = [rows for rows in range(1, h + 1) if h % rows == 0]
@@ -279,10 +276,7 @@ def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
 
 
 def test_a_fit_stays_near_the_range_of_what_was_computed() -> None:
-    """Bound fits of a function that changes faster than the chosen tokens tell.
-
-    Without bounds the fit was 4.4 times as large as the function's largest value.
-    """
+    """Without bounds the fit was 4.4 times as large as the function's largest value."""
     generator = torch.Generator().manual_seed(34)
     for seed in range(8):
         x = torch.randn(1, 1024, 64, generator=generator) + 30 * (seed % 2)

@@ -1,7 +1,4 @@
-"""Test apply_mame on real models.
-
-Outputs are bit-equal to the one-liner's and, after removal, to those before. Settings change live.
-"""
+"""Test apply_mame on real models: outputs, removal, and settings that change live."""
 
 from __future__ import annotations
 

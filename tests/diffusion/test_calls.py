@@ -33,10 +33,7 @@ def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
 def called_twice(
     between: Callable[[Any, dict[str, Any]], Any], planned: list[Groups], **fields: Any
 ) -> bool:
-    """Return True if the second of two calls of a model, for another text, reuses the first plans.
-
-    `between` runs between the calls.
-    """
+    """Return True if a second call, for another text after `between`, reuses the first's plans."""
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
     handle = apply_mame(model, **{"min_tokens": 40, **fields})
@@ -125,10 +122,7 @@ def call_alone(layer: Any, **given: Tensor) -> None:
 
 
 def kept_for(planned: list[Groups]) -> list[weakref.ref[Any]]:
-    """Return weak references to the plans that were made, and to their groups.
-
-    Those that are alive are kept somewhere.
-    """
+    """Return weak references to the plans that were made, alive if something keeps them."""
     references = [weakref.ref(plan.row) for plan in planned]
     planned.clear()
     return references
@@ -239,10 +233,7 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(
 
 
 def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
-    """Pass the latents in a list, as Z-Image does.
-
-    The tensors after it may be the same in many calls.
-    """
+    """Pass the latents in a list, as Z-Image does."""
     own = model.forward
     model.forward = lambda sample, timestep, encoder_hidden_states: own(
         sample[0], timestep, encoder_hidden_states

@@ -186,10 +186,7 @@ def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
 
 
 class MyAttention(nn.Module):
-    """Add a learned row per token to queries and keys.
-
-    Positions must follow the tokens.
-    """
+    """Add a learned row per token to queries and keys, so that positions must follow the tokens."""
 
     def __init__(self) -> None:
         super().__init__()

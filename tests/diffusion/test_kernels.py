@@ -1,7 +1,4 @@
-"""Test that merged keys reach every attention kernel, whenever it is registered or selected.
-
-Stand-ins for kernels that need a GPU note how many keys they are given.
-"""
+"""Test that merged keys reach every attention kernel, whenever it is registered or selected."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Test what merging asks of a GPU and of the interpreter.
 
-Tensors pretend to be on a GPU (`benchmarks/launches.py`). They have no values, so that each reading
-of one raises. A layer, at the size of SD 1.5's largest level at 512 pixels, launches few kernels
-and waits for nothing, so that a CUDA graph can be captured. A call of a layer enters few files and
-few functions.
+Tensors pretend to be on a GPU (`benchmarks/launches.py`) and have no values, so that each reading
+of one raises.
 """
 
 from __future__ import annotations
@@ -107,10 +105,7 @@ def one_liner(model: Any) -> None:
 
 
 def way(name: str, layer: str, merge: Callable[[Any], None]) -> list[tuple[str, str]]:
-    """Return the trace of a layer's second call, after the tables of its partition were made.
-
-    It is not the model's first layer, which computes the step.
-    """
+    """Return the trace of a second call of a layer that is not the model's first."""
     model, inputs = tiny_model(name)
     merge(model)
     module = model.get_submodule(layer)

@@ -1,7 +1,4 @@
-"""Test restored MLPs and blocks (`mlp_keep`, `block_keep`), next to other changes of a model.
-
-Computed tokens are exact, or the report says why a module isn't restored.
-"""
+"""Test restored MLPs and blocks (`mlp_keep`, `block_keep`), next to other changes of a model."""
 
 from __future__ import annotations
 

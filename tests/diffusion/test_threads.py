@@ -1,7 +1,4 @@
-"""Test threads that generate with one model: each has its own step, size and settings.
-
-The model changes only between images. A thread waits inside of a forward while another one acts.
-"""
+"""Test threads that generate with one model: each has its own step, size and settings."""
 
 from __future__ import annotations
 
@@ -40,11 +37,7 @@ BUSY = "expected no image under way in another thread"
 
 @contextmanager
 def standing(module: Any, run: Any) -> Iterator[Any]:
-    """Call `run` in another thread, which waits in the first call of `module` during the block.
-
-    Yields:
-        The future of `run`.
-    """
+    """Call `run` in another thread, which waits in the first call of `module` during the block."""
     inside, go = threading.Event(), threading.Event()
     main = threading.get_ident()
 
