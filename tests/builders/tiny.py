@@ -176,6 +176,17 @@ def unet_inputs(
     return inputs
 
 
+def gligen_inputs(unet: UNet2DConditionModel) -> dict[str, Any]:
+    """Return `unet_inputs` with three boxes for a gated self-attention."""
+    generator = torch.Generator().manual_seed(0)
+    boxes = {
+        "boxes": torch.rand(2, 3, 4, generator=generator),
+        "positive_embeddings": torch.randn(2, 3, 16, generator=generator),
+        "masks": torch.ones(2, 3),
+    }
+    return {**unet_inputs(unet), "cross_attention_kwargs": {"gligen": boxes}}
+
+
 def run_unet(unet: UNet2DConditionModel, **kwargs: Any) -> torch.Tensor:
     """Return the UNet's output [B, 4, height, width] for `unet_inputs(unet, **kwargs)`."""
     with torch.no_grad():

@@ -303,16 +303,6 @@ def test_merging_is_taken_off_a_denoiser_that_left_its_pipeline() -> None:
         remove_mame(Pipe())
 
 
-def test_a_wrapper_around_a_denoiser_does_not_replace_it() -> None:
-    pipe = Pipe(unet=tiny_unet())
-    handle = apply_mame(pipe, **MERGING)
-    pipe.unet = torch.nn.Sequential(pipe.unet)  # as torch.compile does
-    handle.set(tau=0.3)
-    other = Pipe(unet=handle.root)  # as `from_pipe` makes one
-    run_unet(other.unet)
-    assert handle.report().layers[0].calls == 1
-
-
 def test_blocks_that_were_replaced_are_told() -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)

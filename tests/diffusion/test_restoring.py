@@ -25,6 +25,7 @@ from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERA
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (
+    gligen_inputs,
     one_level_unet,
     run_unet,
     seeded,
@@ -511,25 +512,18 @@ def test_a_cache_around_blocks_keeps_restored_outputs(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*no layer merges")
 def test_blocks_with_a_gated_self_attention_are_left_alone_while_it_is_on() -> None:
     unet = one_level_unet(attention_type="gated", cross_attention_dim=16)
-    generator = torch.Generator().manual_seed(0)
-    boxes = {
-        "boxes": torch.rand(2, 3, 4, generator=generator),
-        "positive_embeddings": torch.randn(2, 3, 16, generator=generator),
-        "masks": torch.ones(2, 3),
-    }
-    given = {"cross_attention_kwargs": {"gligen": boxes}}
     handle = restored(unet, "block")
 
-    def blocks(**more: Any) -> set[str]:
-        calls = checked(handle, lambda: unet(**unet_inputs(unet), **more))
+    def blocks() -> set[str]:
+        calls = checked(handle, lambda: unet(**gligen_inputs(unet)))
         return {call.hook.stats.name.rpartition(".")[2] for call in calls}
 
-    assert blocks(**given) == set()
+    assert blocks() == set()
     assert reasons(handle, "block") == {GATED}
     for module in unet.modules():
         if hasattr(module, "fuser"):
             module.fuser.enabled = False
-    assert blocks(**given) == {"0", "1"}
+    assert blocks() == {"0", "1"}
 
 
 def test_double_self_attention_is_left_alone() -> None:

@@ -17,12 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
-from mame_sd.diffusion.context import HandleState, ResolvedConfig
-from mame_sd.diffusion.hooks import StepHook
-from mame_sd.diffusion.threads import check_idle
+from mame_sd import apply_mame, mame, remove_mame
 from tests.builders.pipelines import mame_pipeline
-from tests.builders.processes import in_thread
 from tests.builders.tiny import (
     generate,
     run_unet,
@@ -215,20 +211,6 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
         assert torch.equal(future.result(), half)
     assert torch.equal(generate(second), quarter)
     assert torch.equal(generate(first), half)
-
-
-def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
-    """Z-Image passes its latents in a list."""
-    unet = tiny_unet()
-    hook, latents = (
-        StepHook(unet, HandleState(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
-        [torch.zeros(4, 1)],
-    )
-    in_thread(lambda: hook(unet, (latents, 5, None), {}))
-    with pytest.raises(RuntimeError, match=BUSY):
-        check_idle(unet, "set")
-    latents.clear()
-    check_idle(unet, "set")
 
 
 FORKS = """
