@@ -196,9 +196,6 @@ def private(library: str, place: str, name: str) -> Any:
         place: the object that has the name.
         name: the name.
 
-    Returns:
-        The object of that name.
-
     Raises:
         RuntimeError: the installed release of the library lacks it.
     """

@@ -1,4 +1,4 @@
-"""What a method sees of an attention layer: its cache, the newest queries, attention weights."""
+"""Show a method its attention layer: the cache, the newest queries, attention weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CacheView(Kept):
         """Return the newest `count` queries, rotated, and their tokens.
 
         Args:
-            count: If None, all queries at hand.
+            count: if None, all queries at hand.
 
         Returns:
             Queries [B, H, N, D], and slots [N].
@@ -61,8 +61,8 @@ class CacheView(Kept):
         """Move the prompt's queries to future positions.
 
         Args:
-            count: Largest number of queries, evenly spaced over all at hand.
-            ahead: Number of positions over which they are spread evenly.
+            count: largest number of queries, evenly spaced over all at hand.
+            ahead: number of positions over which they are spread evenly.
 
         Returns:
             Rotated queries [B, H, N, D], and bool [B, N], False at padding.
@@ -83,7 +83,7 @@ class CacheView(Kept):
         """Compute attention logits in fp32.
 
         Args:
-            queries: Rotated queries, [B, H, Q, D].
+            queries: rotated queries, [B, H, Q, D].
             slots: LongTensor [Q], the token of each query, which attends to no later key. If None,
                 the queries are future ones that attend to all keys.
 

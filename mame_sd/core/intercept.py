@@ -4,7 +4,7 @@ A model's own code projects, normalises and rotates queries, keys and values, an
 `torch.nn.functional.scaled_dot_product_attention`, or a function that was put in its place. While
 a `MergeJob` runs under an `SDPAInterceptor`, that call is intercepted: the image's keys and values
 merge (`merge_keys.py`), and the same kernel computes attention over the kept keys. Backends of
-diffusers' dispatcher are intercepted too (`mame_sd.diffusion.interception`).
+diffusers' dispatcher are intercepted too (`mame_sd.diffusion.attention_backends`).
 
 `SDPAInterceptor` is a function mode of PyTorch. Each thread has one stack of such modes, and
 `torch.compile` and `torch.export` follow it.
@@ -300,13 +300,8 @@ class MergeJob:
     def _in_place(self, output: Tensor, first: int, axis: int) -> Tensor:
         """Scatter computed queries to their positions. All other queries of the image are zero.
 
-        Args:
-            output: attention of the selected queries.
-            first: position of the image's first query.
-            axis: dimension of the queries in `output`.
-
-        Returns:
-            The output of all queries.
+        `axis` is the dimension of the queries in `output`, and `first` the position of the image's
+        first query.
         """
         assert self.rows is not None
         count, tokens = self.rows.shape[1], torch.Size(self.grids[0].size).numel()

@@ -263,14 +263,9 @@ def _same_for_all(mask: Tensor) -> bool:
 def _of_keys(mask: Tensor, q: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
     """Reduce a mask that is the same for all queries and heads to one row.
 
-    Args:
-        mask: boolean or added to the logits, broadcast to [B, H, Q, N].
-        q: queries [B, H, Q, D].
-        length: N, the number of keys.
-
     Returns:
-        The mask [.., 1, N] and the numbers [B, N] that it adds to the logits, in fp32 at least. Any
-        other mask is returned as it is, with None.
+        The mask [.., 1, N] and the numbers [B, N] that it adds to the logits of the `length` keys,
+        in fp32 at least. Any other mask is returned as it is, with None.
     """
     if not _same_for_all(mask) or mask.shape[-1] == 1:
         return mask, None
@@ -316,20 +311,10 @@ def _seen_means(
 def _with_mask(
     bias: Tensor, mask: Tensor, grids: Sequence[Grid], groups: Sequence[Groups], length: int
 ) -> Tensor:
-    """Add a mask to the bias of the kept keys.
+    """Add a mask [.., N] to the bias [B, .., K] of the kept keys.
 
     All tokens of a group share one column of the mask (`unlike`), so that each kept key takes the
-    column at its own position.
-
-    Args:
-        bias: [B, .., K], the bias of the kept keys.
-        mask: [.., N], boolean or added to the logits of all keys.
-        grids: the images among the keys.
-        groups: the groups of each grid.
-        length: N, the number of keys.
-
-    Returns:
-        The bias with the mask, [B, .., K].
+    column at its own position. `length` is N.
     """
     if mask.shape[-1] > 1:
         mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)

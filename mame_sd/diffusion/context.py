@@ -112,14 +112,9 @@ class Plans:
         return self.latents() is latents and self._version == latents._version and not same
 
     def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
-        """Begin a call of the model at a timestep.
+        """Begin a call of the model at a timestep, and return these plans.
 
-        Args:
-            timestep: the timestep, a number or a tensor.
-            others: all other tensors of the call except the latents.
-
-        Returns:
-            These plans.
+        `others` are all tensors of the call except the latents.
         """
         self.calls.clear()
         self.unsettled, self._now = True, snapshot(timestep)
@@ -216,7 +211,7 @@ class HandleState:
         self.setting = setting
         self.kernel = kernel
         self.own = PerTask()
-        self.step = PerThread(latest=True)
+        self.step = PerThread()
         self.learning = CheckpointGuard()
 
     @property

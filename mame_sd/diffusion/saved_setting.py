@@ -29,9 +29,6 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
         model: the model, or an nn.ModuleDict of denoisers, that was loaded from a folder.
         config: the settings. If they have a tau, keep or layers, they are returned as they are.
 
-    Returns:
-        The settings.
-
     Raises:
         ValueError: a file of settings is wrong.
     """
@@ -77,9 +74,6 @@ def resolve_setting(
         tau: a number, None or "default".
         keep: a share or None.
         fields: further fields of MaMeConfig.
-
-    Returns:
-        The settings, or None.
 
     Raises:
         ValueError: a setting is unknown or out of its range, or both tau and keep are given.

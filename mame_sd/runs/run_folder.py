@@ -232,10 +232,10 @@ def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> 
     return [f"{name}: {_shortened(there)} there, {_shortened(here)} here"]
 
 
-def in_short(different: Sequence[str], most: int = 3) -> str:
-    """Format the first differences on one line and count the rest."""
-    left = len(different) - most
-    return "; ".join(different[:most]) + (f"; and {left} more" if left > 0 else "")
+def in_short(different: Sequence[str]) -> str:
+    """Format the first three differences on one line and count the rest."""
+    left = len(different) - 3
+    return "; ".join(different[:3]) + (f"; and {left} more" if left > 0 else "")
 
 
 def _shortened(value: Any) -> str:

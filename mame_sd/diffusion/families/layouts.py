@@ -134,9 +134,6 @@ def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -
         layout: layout of the image.
         before: number of tokens before the image. If None, any number.
         after: number of tokens after the image. If None, any number (see `Tokens`).
-
-    Returns:
-        The layout.
     """
     return partial(_in_sequence, layout, before, after)
 

@@ -47,9 +47,6 @@ def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
         processor: the attention processor.
         attn: the attention module.
         arguments: arguments of the module's forward by name.
-
-    Returns:
-        The processor's output.
     """
     hidden_states, kind = arguments.pop("hidden_states"), type(processor)
     names = (_KNOWN.get(kind) or _parameters(kind)) | {"encoder_hidden_states", "attention_mask"}
