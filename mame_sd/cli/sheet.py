@@ -1,4 +1,4 @@
-"""Draw sheets, images in rows and columns with lines of text, and those of ``mame-sd sheet``.
+"""Draw sheets (images in rows and columns with lines of text), and run ``mame-sd sheet``.
 
 Nothing here imports torch.
 """

@@ -20,9 +20,8 @@ from mame_sd.core.cells import Cells
 from mame_sd.core.fit import fit_values, sized_keys
 from mame_sd.core.groups import Groups, group_tokens, make_cells, no_autocast, unreadable
 
-UNMERGED_SHARE = (
-    0.125  # share of the kept keys that stay as they are: the farthest from all destinations
-)
+# Share of the kept keys that stay as they are: the farthest from all destinations.
+UNMERGED_SHARE = 0.125
 
 
 class Grid(NamedTuple):

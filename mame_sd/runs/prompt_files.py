@@ -113,7 +113,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """Return a SHA-256 over all fields of prompts, which distinguishes lists of prompts."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        # None for width and height, which prompts once had: run folders of then can go on.
+        # None stands for width and height, which earlier versions had, so that old runs continue.
         row: list[Any] = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt, None, None]
         row.append(prompt.extra)
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
