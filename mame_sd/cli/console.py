@@ -83,9 +83,7 @@ def _duration(seconds: float) -> str:
 def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
     """Return a context with a `Bar` that shows progress on stderr.
 
-    Args:
-        unit: what is counted, in the plural.
-        shown: if False, this process shows nothing.
+    `unit` says what is counted, in the plural. If not `shown`, this process shows nothing.
     """
     from rich import progress as rich
 

@@ -87,9 +87,7 @@ def prompts_from_texts(texts: Sequence[str]) -> list[Prompt]:
 def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None) -> None:
     """Raise UserError if two ids would name the same file, also where case is ignored.
 
-    Args:
-        prompts: the prompts.
-        places: beginning of the message for each prompt.
+    `places` are the beginnings of messages about the prompts.
     """
     seen: dict[str, str] = {}
     for index, prompt in enumerate(prompts):
