@@ -247,7 +247,7 @@ class LayerHook:
     """
 
     name: str
-    entry: Any = None  # replaces the module's forward, a method of an MergedForward
+    entry: Any = None  # replaces the module's forward, a method of a MergedForward
 
     def __init__(
         self, shared: HandleState, stats: LayerStats, layouts: PerThread | None, number: int = 0
