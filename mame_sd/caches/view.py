@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mame_sd.caches.layer import Kept
 
-BLOCK = 2**19  # logits computed at once: 2 MiB of fp32, which fits CPU caches
+BLOCK = 2**19  # logits that are computed together: 2 MiB of fp32, which fits CPU caches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class CacheView(Kept):
         return weights if self.real is None else torch.nan_to_num(weights)
 
     def blocks(self, queries: Tensor) -> Iterator[slice]:
-        """Yield slices of queries [B, H, Q, D] whose attention is computed at once."""
+        """Yield slices of queries [B, H, Q, D] whose attention is computed together."""
         step = max(1, BLOCK // (queries.shape[0] * queries.shape[1] * self.slots.shape[2]))
         return (slice(i, i + step) for i in range(0, queries.shape[2], step))
 

@@ -198,12 +198,10 @@ def attach(shortener: PromptShortener) -> None:
 
 
 def detach(module: nn.Module, shortener: PromptShortener | None = None) -> None:
-    """Stop using `shortener` everywhere.
+    """Stop using `shortener` everywhere in a model.
 
-    Args:
-        module: the model.
-        shortener: if None, stop what merges in the block that this thread is in, or else what
-            merges for all threads.
+    If None, stop what merges in the block that this thread is in, or else what merges for all
+    threads.
     """
     patch = patch_on(module) or patch_on(module, "generate")  # a tool may have wrapped forward
     if patch is None:

@@ -40,15 +40,7 @@ class Shortened:
     real: Tensor
 
     def of(self, values: Tensor, padding: int = 0) -> Tensor:
-        """Select the values that stay.
-
-        Args:
-            values: [..., B, L] or [..., 1, L].
-            padding: the value at padding.
-
-        Returns:
-            Values [..., B, L'].
-        """
+        """Select the values [..., B, L'] that stay, of [..., B, L] or [..., 1, L]."""
         rows = self.rows.expand(*values.shape[:-2], -1, -1)
         values = values.expand(*values.shape[:-2], len(self.rows), -1)
         return values.gather(-1, rows).masked_fill(~self.real, padding)

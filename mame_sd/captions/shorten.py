@@ -262,9 +262,7 @@ def check_generate(model: Any, call: dict[str, Any]) -> None:
 def check_empty(cache: Any, merged: bool = False) -> None:
     """Raise ValueError if a cache holds tokens.
 
-    Args:
-        cache: the cache or None.
-        merged: if True, refuse only a cache that a merged call filled.
+    If `merged`, refuse only a cache that a merged call filled.
     """
     if cache is None or (merged and not hasattr(cache, _REMOVED)) or not cache.get_seq_length():
         return

@@ -193,7 +193,7 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
     clock, base = clock_of(device_of(handle.root)), base_of(handle.config)
     forms = {number: base.replace(**FORMS[number]) for number in forms_of(handle)}
     for config in forms.values():
-        with handle.using(config):  # so that all hooks are there before the first call
+        with handle.using(config):  # installs all hooks before the first call
             pass
     blocks, stats = blocks_of(handle)
     rows: dict[str, list[Row]] = {}  # of the latest call

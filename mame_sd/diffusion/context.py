@@ -199,7 +199,7 @@ class HandleState:
     Attributes:
         setting: the setting of all tasks without a setting of their own.
         own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
-        step: for each thread the Step of its latest call of the model, or a LazyStep one.
+        step: for each thread the Step or LazyStep of its latest call of the model.
         learning: checks calls with gradients.
         kernel: computes attention over merged keys instead of the model's own kernel.
         restores_blocks: True once the hooks that restore blocks are on the model.

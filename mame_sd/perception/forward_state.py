@@ -138,9 +138,7 @@ class ForwardState(HookOwner):
     def note_convolution(self, path: str, output: Tensor) -> None:
         """Note the output size of a convolution, and the grid of patches if it makes these.
 
-        Args:
-            path: path of the convolution.
-            output: its output [B, C, h, w], or [B, C, t, h, w] for clips.
+        The output of the convolution at `path` is [B, C, h, w], or [B, C, t, h, w] for clips.
         """
         self.places[path] = math.prod(output.shape[2:])
         if path == self.patches:

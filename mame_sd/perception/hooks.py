@@ -178,12 +178,8 @@ def take(module: nn.Module, owners: Collection[Any] | None = None) -> None:
 def take_all(target: nn.Module, what: str = "remove_mame") -> None:
     """Take all of our methods off every module of `target`.
 
-    Args:
-        target: the model.
-        what: the operation, for the error message.
-
     Raises:
-        RuntimeError: another thread is in a forward of the model.
+        RuntimeError: another thread is in a forward of the model. The message names `what`.
     """
     modules = [*target.modules()]
     owners: set[Any] = {
