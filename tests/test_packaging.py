@@ -96,7 +96,7 @@ def test_the_wheel_is_light_and_the_models_are_a_distribution_of_their_own(wheel
     models = tomllib.loads(
         (ROOT / "mame_sd" / "embedded" / "pyproject.toml").read_text(encoding="utf-8")
     )
-    packages = {f"mame_sd_models.{name}" for name in (*embedded_models(), "captioner")}
+    packages = {f"mame_sd_models.{name}" for name in (*embedded_models(), "captioner", "few_steps")}
     assert packages == set(models["tool"]["setuptools"]["packages"])
 
 

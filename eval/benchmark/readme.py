@@ -155,6 +155,11 @@ CASES: tuple[Case | SampleCase, ...] = (
         name="terrain", title="published UNet of terrain", load=_terrain, steps=1,
         draws=10, quick=2, rows="mame-default,unfitted-0.25,random-0.25",
     ),
+    _case(
+        "few-steps", "transformer with a LoRA for 4 steps, no guidance", "transformer", 128, 4,
+        f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", (16, 3), own=RESTORED,
+        guidance=1.0, loras=("embedded-few-steps",),
+    ),
     SampleCase(
         name="photographs", title="transformer of photographs, 4 steps, guidance 2",
         load=partial(_instrument, "photographs"), steps=4, draws=32, quick=4,

@@ -22,6 +22,7 @@ class Suite:
         name: Its name.
         about: One line for the report, which adds what was really generated.
         model: As for ``generate``.
+        loras: As for ``generate``.
         scheduler: As for ``generate``. If None, the model's.
         dtype: As for ``generate``.
         prompts: A prompt file, or "drawn" (from the embedded model's, half of them never trained
@@ -46,6 +47,7 @@ class Suite:
     name: str
     about: str
     model: str
+    loras: tuple[str, ...] = ()
     scheduler: str | None = None
     dtype: str = "auto"
     prompts: str | None

@@ -184,7 +184,7 @@ def _suite_model(suite: Suite, given: ModelChoice) -> ModelChoice:
     """Return `given`, completed by the suite's own."""
     own: dict[str, Any] = {}
     if given.model is None:
-        own = {"model": suite.model}
+        own = {"model": suite.model, "loras": given.loras or suite.loras}
     if given.scheduler is None and suite.scheduler is not None:
         own["scheduler"] = suite.scheduler
     if given.dtype == "auto":

@@ -1,4 +1,4 @@
-"""One compressed layer of a transformers cache: it counts every token but stores fewer keys."""
+"""Store one compressed layer of a transformers cache: it counts all tokens but stores fewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method sees of an attention layer: its cache, the newest queries, attention weights."""
+"""Show a method its attention layer: the cache, the newest queries, attention weights."""
 
 from __future__ import annotations
 

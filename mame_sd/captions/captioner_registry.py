@@ -1,4 +1,4 @@
-"""Registered captioners: the features that each makes of an image, and their places in a prompt.
+"""List the captioners that merge: an image's features in each, and their places in a prompt.
 
 LLaVA returns one feature for each patch of its tower. LLaVA-NeXT returns those of a small image and
 of its tiles, row by row, without the tiles' padding, and adds a token after each row. Qwen-VL

@@ -1,4 +1,4 @@
-"""The handle of a captioner whose visual tokens merge."""
+"""Control the merging of a captioner's visual tokens."""
 
 from __future__ import annotations
 

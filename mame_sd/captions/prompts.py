@@ -1,4 +1,4 @@
-"""Prompts that lose image tokens: which tokens stay, and how rows of unequal lengths are padded.
+"""Remove image tokens from prompts, and pad rows of unequal lengths.
 
 A processor writes one image token for each patch. If patches have merged, the surplus image tokens
 are removed. Padding is removed with them and added again on the same side.

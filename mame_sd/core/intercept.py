@@ -4,7 +4,7 @@ A model's own code projects, normalises and rotates queries, keys and values, an
 `torch.nn.functional.scaled_dot_product_attention`, or a function that was put in its place. While
 a `MergeJob` runs under an `SDPAInterceptor`, that call is intercepted: the image's keys and values
 merge (`merge_keys.py`), and the same kernel computes attention over the kept keys. Backends of
-diffusers' dispatcher are intercepted too (`mame_sd.diffusion.interception`).
+diffusers' dispatcher are intercepted too (`mame_sd.diffusion.attention_backends`).
 
 `SDPAInterceptor` is a function mode of PyTorch. Each thread has one stack of such modes, and
 `torch.compile` and `torch.export` follow it.

@@ -22,6 +22,7 @@ from torch import nn
 from mame_sd.compat import names_arguments, require
 from mame_sd.config import MaMeConfig
 from mame_sd.core.intercept import Kernel, adapt_kernel
+from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoiser_of, has_denoiser_names
 from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
@@ -43,10 +44,9 @@ from mame_sd.diffusion.hooks import (
     spread,
     takes_timestep,
 )
-from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import AttentionAdapter, MergeHook
-from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
+from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.restored_modules import restoring_hooks
 from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.diffusion.threads import CHANGES, check_idle

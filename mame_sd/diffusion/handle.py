@@ -26,8 +26,8 @@ from mame_sd.diffusion.families.family import class_names
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
-from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
+from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.restoring import BlockHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle

@@ -18,11 +18,11 @@ from mame_sd.core.cells import DRAWS
 from mame_sd.core.groups import cached_tensors
 from mame_sd.core.guidance import guidance_leaders, partition_index
 from mame_sd.core.min_tokens import BY_DEFAULT
+from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.context import NO_STEP, Call, HandleState, LazyStep, Plans, Step, Tokens
 from mame_sd.diffusion.families.family import class_names, is_one_of
 from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
-from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerTask, PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
 

@@ -26,8 +26,8 @@ from mame_sd.core.cells import DRAWS
 from mame_sd.core.intercept import KernelAdapter, MergeJob, SDPAInterceptor
 from mame_sd.core.merge_keys import Grid, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
+from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.context import NO_STEP, HandleState, LazyStep, ResolvedConfig, Step, Tokens
-from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.rows import Rows, RowsMode, needs_all_rows, running_rows
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats

@@ -23,9 +23,9 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.families.attention import PlainAttention, fixed_reason
 from mame_sd.diffusion.families.processors import default_processor, processed
-from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 

@@ -1,4 +1,4 @@
-"""vLLM-Omni: merging in the attention backend TORCH_SDPA of its diffusion models.
+"""Merge in vLLM-Omni, in the attention backend TORCH_SDPA of its diffusion models.
 
     MAME_SD_VLLM_OMNI_KEEP=0.25 vllm serve MODEL --omni --diffusion-attention-backend TORCH_SDPA
 

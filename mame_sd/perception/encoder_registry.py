@@ -1,4 +1,4 @@
-"""Registered vision transformers: the modules of their blocks, and their prefix tokens.
+"""List the vision transformers that merge: the modules of their blocks, and their prefix tokens.
 
 A block must compute x' = x + attention branch(x), then x = x' + MLP branch(x'), where each branch
 is a sequence of the block's own modules. `register_encoder` adds a model of your own

@@ -1,4 +1,4 @@
-"""State that the merged blocks of one model share: settings, and the forward that is running.
+"""Hold the state that the merged blocks of a model share: settings, and the running forward.
 
 A forward belongs to its thread, so that several threads may run one model at once. Changes that
 affect all of them (applying, removing, new settings) are refused while another thread is in a

@@ -1,4 +1,4 @@
-"""The handle of a merged vision transformer: settings, counters, restoring and removal."""
+"""Control merging in one vision transformer: settings, counters, restoring and removal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""One merged block of a vision transformer (arXiv 2604.13432, "Integration for Visual Perception").
+"""Run one merged block of a vision transformer.
 
+The paper (arXiv 2604.13432, "Integration for Visual Perception") writes it as
 x' = MSA(LN(x)) + x, x'' = MaMe(x'), y = MLP(LN(x'')) + x''
 
 A `MergedBlock` replaces its block's forward and calls the block's own modules, including those that

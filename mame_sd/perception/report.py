@@ -1,4 +1,4 @@
-"""Report of a merged vision transformer: tokens and multiply-adds of every block."""
+"""Report the tokens and multiply-adds of every block of a merged vision transformer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging as the method of a run, and the protocols that other methods implement."""
+"""Define methods of a run: the protocols that they implement, and merging."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from mame_sd.runs.files import files_below, shown
 from mame_sd.runs.options import option
 
 EMBEDDED = "embedded-"  # prefix of the names of embedded models
+FEW_STEPS = "few-steps"  # the embedded LoRA, for the embedded transformer
 DTYPES = ("float32", "float16", "bfloat16")
 _DEVICE = re.compile(r"auto|(cpu|mps)(:0)?|cuda(:\d+)?")
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")  # owner/name, and no file
@@ -47,7 +48,8 @@ class ModelChoice:
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest available.")
     loras: tuple[str, ...] = option(
         (),
-        "LoRA to add: file, folder or hub id, optionally followed by :SCALE. Repeatable.",
+        "LoRA to add: file, folder, hub id or embedded-few-steps, optionally followed by :SCALE."
+        " Repeatable.",
         "--lora",
         metavar="PATH_OR_ID",
     )
@@ -142,6 +144,10 @@ def read_lora(given: str) -> tuple[str, float]:
     if not math.isfinite(scale):
         allowed = "a finite scale after the colon"
         raise unexpected(f"--lora {given}", allowed, text, "give one such as 0.8")
+    if source == EMBEDDED + FEW_STEPS and not os.path.exists(source):
+        from mame_sd.embedded.model import models_folder
+
+        source = str(models_folder() / FEW_STEPS.replace("-", "_"))
     if not os.path.exists(source) and not HUB_ID.fullmatch(source):
         raise UserError(
             f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"

@@ -87,7 +87,7 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
     latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
-diffusion/interception.py: diffusion/test_kernels.py test_models.py
+diffusion/attention_backends.py: diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
     counted = name in _TAKES_BIAS and => counted =
 diffusion/layer.py: diffusion/test_apply.py
@@ -125,7 +125,7 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
     check_idle(root, "remove_mame") => root
-diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
+diffusion/replaced_denoiser.py: diffusion/test_replaced_denoiser.py
     elif handle.active: => elif False:
     getattr(pipe, "__dict__", {}).pop(_ATTRIBUTE, None) => pass
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py

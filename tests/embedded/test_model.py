@@ -11,6 +11,8 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import SUBJECTS
+from mame_sd.runs.loading import load_model
+from mame_sd.runs.model_files import ModelChoice
 
 REQUIRED = {"rocket", "red apple", "ant", "key", "star", "pizza", "tree"}  # of the demo and docs
 
@@ -69,4 +71,27 @@ def test_the_transformer_generates_and_merges() -> None:
     merged = image(0)
     assert all(layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers)
     assert whole.shape == (1, 3, 256, 256)
+    assert 0 < (merged - whole).norm() < 0.5 * (other - whole).norm()
+
+
+def test_the_few_step_lora_loads_by_its_name_and_its_mlps_are_restored() -> None:
+    choice = ModelChoice(model="embedded-transformer", loras=("embedded-few-steps",), device="cpu")
+    pipe = load_model(choice).pipe
+    plain = embedded_pipeline("transformer").transformer
+
+    def latents(transformer: torch.nn.Module) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        call = {"num_inference_steps": 1, "guidance_scale": 1, "output_type": "latent"}
+        pipe.transformer = transformer
+        return pipe("rocket on a red brick background", **call, generator=generator).images
+
+    with_lora = pipe.transformer
+    learned = [m for m in with_lora.modules() if hasattr(m, "lora_A")]
+    zero = [m for m in learned if not next(iter(m.lora_B.values())).weight.any()]
+    assert (len(learned), len(zero)) == (75, 1)  # the last block's queries of text are not read
+    whole, other = latents(with_lora), latents(plain)
+    pipe.transformer = with_lora
+    handle = apply_mame(pipe)
+    merged = latents(with_lora)
+    assert {layer.kind for layer in handle.report().layers if layer.merged} == {"attention", "mlp"}
     assert 0 < (merged - whole).norm() < 0.5 * (other - whole).norm()

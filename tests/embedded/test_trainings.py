@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from mame_sd.embedded import model as subjects
+from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.eval.perception.heads import text_head
@@ -30,6 +31,7 @@ from scripts.training import (
     contrast,
     pictures,
     train_clip,
+    train_few_steps,
     train_transformer,
     train_unet,
     world,
@@ -108,6 +110,15 @@ def test_the_unets_training_writes_a_plain_pipeline(tmp_path: Path) -> None:
         "pink</w>",
         "background</w>",
     ]
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("form", [(), ("--straight",)])
+def test_the_few_step_training_writes_a_lora(tmp_path: Path, form: tuple[str, ...]) -> None:
+    smoke(train_few_steps.FewSteps, tmp_path, *form)
+    pipe = embedded_pipeline("transformer")
+    pipe.load_lora_weights(tmp_path / "model")
+    assert len(pipe.transformer.peft_config) == 1
 
 
 @pytest.mark.training

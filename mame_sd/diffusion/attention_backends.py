@@ -1,7 +1,7 @@
 """Intercept the backends of diffusers' dispatcher, such as SageAttention and FlashAttention.
 
-They call no `torch.nn.functional.scaled_dot_product_attention`, so that each one is wrapped. While
-a layer merges, the wrapper merges the keys (`mame_sd.core.intercept`).
+They call no `torch.nn.functional.scaled_dot_product_attention`, so each one is wrapped. While a
+layer merges, the wrapper merges the keys (`mame_sd.core.intercept`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check that a pipeline still has the denoisers that merge, at the beginning of each of its calls.
+"""Refuse a pipeline's call if a denoiser that merges was replaced by one that doesn't.
 
 A denoiser that replaces another (`pipe.unet = other`) has no hooks, so that nothing in it would
 merge, without any message. Pipelines of diffusers call their method `progress_bar` before the first
