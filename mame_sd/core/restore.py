@@ -92,9 +92,9 @@ class ChosenTokens:
     def left_out_error(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Estimate how far restored tokens are from computed ones.
 
-        Each chosen token is restored from all others. Its error follows from the factor of the
-        kernel without another fit: [G^-1 y]_i / [G^-1]_ii, where y is f less its mean (leave-one-out
-        error of ridge regression, PRESS; Allen 1974).
+        Each chosen token is restored from all others (the leave-one-out error of ridge regression,
+        PRESS; Allen 1974). No further fit is needed: the error of token i is
+        [G^-1 y]_i / [G^-1]_ii, where G is the kernel with its ridge, and y is f less its mean.
 
         Args:
             parts: f of the chosen tokens by tile, [B * T, K, C].
