@@ -71,9 +71,9 @@ class EngineCall:
         values are fitted to the queries that there are.
 
         Args:
-            grid: The image among the keys.
-            options: The settings.
-            choice: The draw and the leaders.
+            grid: the image among the keys.
+            options: the settings.
+            choice: the draw and the leaders.
 
         Returns:
             The output, and the groups that merged.

@@ -27,8 +27,8 @@ class JointPatch:
     """The attention override. It has no state.
 
     Args:
-        settings: Settings of the layers.
-        transformer: Says where the image is.
+        settings: settings of the layers.
+        transformer: says where the image is.
     """
 
     def __init__(self, settings: Settings, transformer: Transformer) -> None:

@@ -67,10 +67,10 @@ class Layers:
     """A model's self-attentions and MLPs.
 
     Attributes:
-        models: Diffusers' classes that have them.
-        names: Name of each self-attention by its place in the engine, in the order in which
+        models: diffusers' classes that have them.
+        names: name of each self-attention by its place in the engine, in the order in which
             `apply_mame` counts them.
-        mlps: Path in the engine's model and name of each MLP of the image, by the place of its
+        mlps: path in the engine's model and name of each MLP of the image, by the place of its
             block.
     """
 
@@ -93,13 +93,13 @@ class Settings:
     """The settings of a model's layers.
 
     Args:
-        config: Settings of all layers, and in `layers` those of single layers.
-        layers: The model's layers; they need names if settings belong to single layers or to one
+        config: settings of all layers, and in `layers` those of single layers.
+        layers: the model's layers; they need names if settings belong to single layers or to one
             model.
-        model: Name of the model.
+        model: name of the model.
 
     Raises:
-        ValueError: If the settings belong to another model, or to layers that this one lacks.
+        ValueError: the settings belong to another model, or to layers that this one lacks.
     """
 
     config: MaMeConfig
@@ -214,11 +214,11 @@ def left_alone(
     """Return why a layer doesn't merge, as arguments of `Run.note_left`; empty if it may merge.
 
     Args:
-        config: The settings of the layer.
-        k: Keys, or the input of their projection.
-        tokens: Number of the image's tokens.
-        channels: Number of channels of all heads.
-        width: Number of channels of a head.
+        config: the settings of the layer.
+        k: keys, or the input of their projection.
+        tokens: number of the image's tokens.
+        channels: number of channels of all heads.
+        width: number of channels of a head.
     """
     least = least_tokens(config.min_tokens, k.device, k.dtype, width)
     if tokens < least:
@@ -234,7 +234,7 @@ def settings_in(path: str | PathLike[str]) -> MaMeConfig:
     """Read the settings of a file, whose path is absolute or relative to ComfyUI's input folder.
 
     Raises:
-        ValueError: If it can't be read, or has no settings.
+        ValueError: it can't be read, or has no settings.
     """
     try:
         return MaMeConfig.from_file(place_of(path))

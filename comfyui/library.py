@@ -21,7 +21,7 @@ def load(folder: Path) -> None:
     """Import `mame_sd`, from `folder` if it contains the package.
 
     Raises:
-        ImportError: If it is neither there nor installed.
+        ImportError: it is neither there nor installed.
     """
     init = folder / "mame_sd" / "__init__.py"
     if "mame_sd" not in sys.modules and init.is_file():

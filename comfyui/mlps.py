@@ -33,8 +33,8 @@ def restoring_forward(key: Key, forward: Callable[..., Any]) -> Callable[..., An
     """Return a forward for an MLP that restores its output where the current call says so.
 
     Args:
-        key: The place of the MLP's block.
-        forward: The MLP's own forward, or one that this function has returned.
+        key: the place of the MLP's block.
+        forward: the MLP's own forward, or one that this function has returned.
     """
     original: Callable[..., Any] = getattr(forward, "original", forward)
 
@@ -52,10 +52,10 @@ def why_not(x: Any, size: tuple[int, ...], start: int | None, config: MaMeConfig
     """Return why an MLP's output for tokens x is not restored; empty if it is.
 
     Args:
-        x: The MLP's input [B, L, C].
-        size: The image's grid.
-        start: Where the image begins in x. If None, it isn't in it.
-        config: The settings of the MLP.
+        x: the MLP's input [B, L, C].
+        size: the image's grid.
+        start: where the image begins in x. If None, it isn't in it.
+        config: the settings of the MLP.
     """
     if start is None or not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
         return f"an MLP's input has no image of {' x '.join(map(str, size))}"
@@ -77,11 +77,11 @@ def restored(
     """Return an MLP's output [B, L, C], restored from a few of the image's tokens, and these.
 
     Args:
-        mlp: The MLP, which treats each token by itself.
-        x: Its input [B, L, C].
-        size: The image's grid.
-        start: Where the image begins in x.
-        config: The settings of the MLP.
+        mlp: the MLP, which treats each token by itself.
+        x: its input [B, L, C].
+        size: the image's grid.
+        start: where the image begins in x.
+        config: the settings of the MLP.
         draw: LongTensor [1], see `choose_tokens`.
         leader: LongTensor [B], see `choose_tokens`.
     """

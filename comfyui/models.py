@@ -23,12 +23,12 @@ class Family:
     """Layout of the sequence [..., L, ...] of a transformer's self-attention.
 
     Attributes:
-        name: Its usual name.
-        patch: The attributes that hold its patch size, one for all sides or one for each; empty if
+        name: its usual name.
+        patch: the attributes that hold its patch size, one for all sides or one for each; empty if
             each of the latent's pixels is a token.
         image: "last" if the image comes after any other tokens, "first" if before them, "alone" if
             its sequence holds nothing else.
-        references: Where tokens of reference images are: "behind" the image, "before" it among the
+        references: where tokens of reference images are: "behind" the image, "before" it among the
             others, or nowhere.
         masked: True if calls with an attention mask merge; otherwise their image starts elsewhere
             in each sample.
@@ -77,11 +77,11 @@ class Place:
 
     Attributes:
         grid: (frames, rows, columns) of its tokens.
-        padded: Number of tokens that it is padded to.
-        least: Smallest number of other tokens in a sequence that contains everything.
-        most: Largest number of other tokens in such a sequence.
-        before: Where it begins. If None, it ends the sequence except for the tokens `behind` it.
-        behind: Number of tokens behind it.
+        padded: number of tokens that it is padded to.
+        least: smallest number of other tokens in a sequence that contains everything.
+        most: largest number of other tokens in such a sequence.
+        before: where it begins. If None, it ends the sequence except for the tokens `behind` it.
+        behind: number of tokens behind it.
     """
 
     grid: tuple[int, int, int]
@@ -104,13 +104,13 @@ class Transformer:
     """A model of a family.
 
     Attributes:
-        family: The layout of its sequence.
-        patch: Size of a patch along the latent's last dimensions.
-        multiple: Each image and prompt is padded at its end to a multiple of this number of tokens.
+        family: the layout of its sequence.
+        patch: size of a patch along the latent's last dimensions.
+        multiple: each image and prompt is padded at its end to a multiple of this number of tokens.
         reference_frame: True if it puts the tokens of `reference_latent` before the video.
-        reference_method: What it does with reference images if the call doesn't say. If None, it
+        reference_method: what it does with reference images if the call doesn't say. If None, it
             leaves them out.
-        sees: For Z-Image Omni, True if it gets SigLIP's features of the references.
+        sees: for Z-Image Omni, True if it gets SigLIP's features of the references.
     """
 
     family: Family
@@ -140,8 +140,8 @@ class Transformer:
         """Return the number of tokens of a call's prompts, each padded.
 
         Args:
-            prompt: The first prompt.
-            arguments: The other arguments of the call by name.
+            prompt: the first prompt.
+            arguments: the other arguments of the call by name.
         """
         parts = [part for part in (prompt, arguments.get("direct_context")) if part is not None]
         counts = [sum(part.shape[1] for part in parts)]
@@ -165,9 +165,9 @@ class Transformer:
         """Return the place of the image.
 
         Args:
-            latent: Shape of the model's latents.
-            arguments: The other arguments of the call by name.
-            text: Tokens of the prompts, each padded.
+            latent: shape of the model's latents.
+            arguments: the other arguments of the call by name.
+            text: tokens of the prompts, each padded.
         """
         if arguments.get("latent_shapes"):  # LTX-2: video and sound in one latent
             latent = arguments["latent_shapes"][0]
@@ -203,7 +203,7 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
     The layout is None for a UNet.
 
     Raises:
-        ValueError: If it is neither a UNet nor a transformer that merges.
+        ValueError: it is neither a UNet nor a transformer that merges.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     bases = [base.__name__ for base in type(model).__mro__]

@@ -122,19 +122,19 @@ class MaMeModelPatch:
         """Return a clone of `model` that merges; a model that merges already gets new settings.
 
         Args:
-            model: The engine's model.
+            model: the engine's model.
             mode: "default", "keep" or "tau".
-            keep: Share of keys that remains, with mode "keep".
-            tau: Similarity above which tokens merge, with mode "tau".
-            min_tokens: Layers with fewer tokens don't merge; 0 for the device's default.
-            start_percent: Share of sampling at which merging begins.
-            end_percent: Share of sampling at which merging ends.
-            settings: File of settings by layer, or "".
-            mlp_keep: Share of the tokens on which MLPs are computed, with mode "keep".
+            keep: share of keys that remains, with mode "keep".
+            tau: similarity above which tokens merge, with mode "tau".
+            min_tokens: layers with fewer tokens don't merge; 0 for the device's default.
+            start_percent: share of sampling at which merging begins.
+            end_percent: share of sampling at which merging ends.
+            settings: file of settings by layer, or "".
+            mlp_keep: share of the tokens on which MLPs are computed, with mode "keep".
 
         Raises:
-            ValueError: If a value is out of range, if a file has no settings or those of another
-                model, or if the model can't merge in this way.
+            ValueError: a value is out of range, a file has no settings or those of another
+                model, or the model can't merge in this way.
         """
         if not 0 <= start_percent <= end_percent <= 1:
             raise ValueError(

@@ -28,8 +28,8 @@ class Run:
     Compiled graphs record nothing here, because they would be compiled again after each record.
 
     Attributes:
-        merged: What merged.
-        left: Why other layers didn't merge.
+        merged: what merged.
+        left: why other layers didn't merge.
         compiled: True if some calls ran in a compiled graph.
         other_attention: True if another node's attention is called with the merged keys.
     """

@@ -41,10 +41,10 @@ class UNetPatch:
         """Return the three unchanged, or with merged tokens if `tau` is set.
 
         Args:
-            q: Input of the queries' projection, [B, L, C].
-            k: Input of the keys' projection, [B, L, C].
-            v: Input of the values' projection, [B, L, C].
-            extra_options: The block's options.
+            q: input of the queries' projection, [B, L, C].
+            k: input of the keys' projection, [B, L, C].
+            v: input of the values' projection, [B, L, C].
+            extra_options: the block's options.
         """
         call, name = extra_options[KEY], name_of(extra_options)
         config = self.settings.of(name)

@@ -40,21 +40,21 @@ class Call:
     """What the patches need to know about one call of the model.
 
     Attributes:
-        run: Records what merged.
-        draw: Index of the random partition of the model's first layer, LongTensor [1]. Each layer
+        run: records what merged.
+        draw: index of the random partition of the model's first layer, LongTensor [1]. Each layer
             counts on from it: neighbouring layers take different partitions, so that their errors
             don't add up.
-        leader: For each sample, the one whose tokens decide what merges (`mame_sd.core.guidance`).
+        leader: for each sample, the one whose tokens decide what merges (`mame_sd.core.guidance`).
         replaced: UNet blocks whose self-attention another node replaces, by the engine's names.
-        settings: Settings of the layers.
-        place: Where a transformer's image is.
-        text: Number of tokens of its prompts.
-        override: Another node's attention.
-        merge: Merging of a UNet's layer, decided before its projections and run in its attention:
+        settings: settings of the layers.
+        place: where a transformer's image is.
+        text: number of tokens of its prompts.
+        override: another node's attention.
+        merge: merging of a UNet's layer, decided before its projections and run in its attention:
             returns the output of that call.
-        unnamed: Number of a transformer's layers so far that had no name.
-        sizes: Grids of a UNet's layers so far.
-        merged: What merged in this call.
+        unnamed: number of a transformer's layers so far that had no name.
+        sizes: grids of a UNet's layers so far.
+        merged: what merged in this call.
     """
 
     run: Run
@@ -81,11 +81,11 @@ class Call:
         """Compute the output of a layer with merged keys.
 
         Args:
-            config: Settings of the layer.
-            size: Grid of the image.
-            number: Index of the layer.
-            start: First token of the image.
-            engine: The engine's call.
+            config: settings of the layer.
+            size: grid of the image.
+            number: index of the layer.
+            start: first token of the image.
+            engine: the engine's call.
         """
         assert config.keep is not None
         draw = (self.draw + number) % DRAWS if config.redraw else None
@@ -104,9 +104,9 @@ class Call:
         """Return an MLP's output, restored if the settings say so.
 
         Args:
-            key: The place of the MLP's block.
-            mlp: The MLP's forward.
-            x: The MLP's input [B, L, C].
+            key: the place of the MLP's block.
+            mlp: the MLP's forward.
+            x: the MLP's input [B, L, C].
         """
         config = self.settings.of_mlp(key)
         if config is None or config.mlp_share == 1:
@@ -145,9 +145,9 @@ class SamplerWrappers:
     """The wrappers of one applied node; they have no state.
 
     Args:
-        patch: What merges in the model's attention.
-        start: Share of the sampling steps at which merging begins.
-        end: Share of the sampling steps at which merging ends.
+        patch: what merges in the model's attention.
+        start: share of the sampling steps at which merging begins.
+        end: share of the sampling steps at which merging ends.
     """
 
     def __init__(self, patch: UNetPatch | JointPatch, start: float, end: float) -> None:
@@ -160,7 +160,7 @@ class SamplerWrappers:
         """Wrap a run of the sampler. The guider's options are this run's own copy.
 
         Raises:
-            ValueError: If merging covers a part of the steps of a model that was compiled so that
+            ValueError: merging covers a part of the steps of a model that was compiled so that
                 each step does what the first one did.
         """
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
@@ -193,14 +193,14 @@ class SamplerWrappers:
         """Wrap a call of the model on latents x [B, C, ..., H, W] at sigmas t [B].
 
         Args:
-            executor: The engine's function.
-            x: Latents.
-            t: Sigmas.
-            c_concat: As in the engine.
-            c_crossattn: As in the engine.
-            control: As in the engine.
-            transformer_options: As in the engine.
-            kwargs: As in the engine.
+            executor: the engine's function.
+            x: latents.
+            t: sigmas.
+            c_concat: as in the engine.
+            c_crossattn: as in the engine.
+            control: as in the engine.
+            transformer_options: as in the engine.
+            kwargs: as in the engine.
         """
         passed = transformer_options or {}
         options = dict(passed)

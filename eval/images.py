@@ -54,13 +54,13 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
     The file is decoded to its last byte, and for PNG every checksum is verified.
 
     Args:
-        path: The file.
-        convert: If True, convert what RGB can't hold unchanged, as other programs show it: CMYK,
+        path: the file.
+        convert: if True, convert what RGB can't hold unchanged, as other programs show it: CMYK,
             the upper 8 of 16 bits, transparent pixels on white, the first of several frames, the
             colours of a profile.
 
     Raises:
-        UserError: If there is no such file, or if it isn't an image, is truncated or corrupt, or
+        UserError: there is no such file, or it isn't an image, is truncated or corrupt, or
             has a mode that RGB can't hold unchanged.
     """
     if not path.is_file():

@@ -26,11 +26,11 @@ class Metric(Column):
     """One metric.
 
     Attributes:
-        needs: What it is computed on: "pair" (an image and the baseline's), "image" (an image and
+        needs: what it is computed on: "pair" (an image and the baseline's), "image" (an image and
             its prompt), "set" (all images and the reference's), "sets" (all images and the
             baseline's), "alone" (all images), or "time".
-        digits: Digits after the decimal point.
-        network: The network that it uses: a name in the list of weights, or "clip" for any CLIP.
+        digits: digits after the decimal point.
+        network: the network that it uses: a name in the list of weights, or "clip" for any CLIP.
     """
 
     needs: Needs

@@ -41,19 +41,19 @@ class Store:
     """A file of JSON lines that grows.
 
     Args:
-        path: The file; it begins with the first line that is added.
-        form: Name and version of the format, which the first line must have.
-        what: What the lines are, for errors.
-        about: Everything that the lines depend on besides their keys, as JSON values. If None, the
+        path: the file; it begins with the first line that is added.
+        form: name and version of the format, which the first line must have.
+        what: what the lines are, for errors.
+        about: everything that the lines depend on besides their keys, as JSON values. If None, the
             file is only read, whatever it depends on.
-        keys: The entries that identify a line; a later line replaces an earlier one.
-        fresh: If True, lines that depend on other values are dropped; otherwise they are an error.
+        keys: the entries that identify a line; a later line replaces an earlier one.
+        fresh: if True, lines that depend on other values are dropped; otherwise they are an error.
 
     Attributes:
-        lines: Every line by its key.
+        lines: every line by its key.
 
     Raises:
-        UserError: If the file is of another kind, or if its lines depend on other values.
+        UserError: the file is of another kind, or its lines depend on other values.
     """
 
     def __init__(
@@ -127,17 +127,17 @@ def measure_cases(
     """Measure each row on each case that the store lacks.
 
     Args:
-        store: Holds the results.
-        cases: The cases, in the order in which they are measured.
-        rows: The rows.
-        measure: Measures some rows on a case, and yields each row with its result. It may leave
+        store: holds the results.
+        cases: the cases, in the order in which they are measured.
+        rows: the rows.
+        measure: measures some rows on a case, and yields each row with its result. It may leave
             rows out.
-        key: Returns the entries that identify the result of a row on a case.
-        together: If True, rows are only comparable if they are measured one right after another,
+        key: returns the entries that identify the result of a row on a case.
+        together: if True, rows are only comparable if they are measured one right after another,
             as seconds are. Then a case that lacks a row is measured whole, its rows are taken in
             turning order, and its results are added when all of them are there.
-        warm_up: Called with each row before the first case is measured.
-        on_progress: Called with the number of results done and of all results, before the first
+        warm_up: called with each row before the first case is measured.
+        on_progress: called with the number of results done and of all results, before the first
             case and after each result. Rows that `measure` leaves out count as done.
     """
     lacking = {

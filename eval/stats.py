@@ -33,16 +33,16 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     or three prompts no percentile reaches far enough.
 
     Args:
-        values: Values by image key. Infinite ones (PSNR of equal images) are counted as "equal" and
+        values: values by image key. Infinite ones (PSNR of equal images) are counted as "equal" and
             excluded from the mean, which is infinite only if all of them are.
-        prompts: Prompt id of each key.
+        prompts: prompt id of each key.
 
     Returns:
         "mean", "low", "high" and "n", the number of images; "equal" if some are infinite; "note",
         the reason why there is no interval.
 
     Raises:
-        ValueError: If there are no values, or NaN.
+        ValueError: there are no values, or NaN.
     """
     if not values or any(math.isnan(value) for value in values.values()):
         raise ValueError(f"expected numbers to average, got {'NaN' if values else 'none'}")
@@ -101,16 +101,16 @@ def paired_difference(
     """Compute the mean of `values` - `others` by key, its interval and its p-value.
 
     Args:
-        values: Values by image key.
-        others: The other values by the same keys.
-        prompts: Prompt id of each key.
+        values: values by image key.
+        others: the other values by the same keys.
+        prompts: prompt id of each key.
 
     Returns:
         What `mean_interval` returns, and "p", two-sided, of the difference being 0 by
         `sign_flip_p`. The mean and p are None if values are infinite.
 
     Raises:
-        ValueError: If the keys differ.
+        ValueError: the keys differ.
     """
     if values.keys() != others.keys():
         raise ValueError(
@@ -150,7 +150,7 @@ def wilson(successes: int, n: int) -> dict[str, Any]:
     {'mean': 90.0, 'low': 59.6, 'high': 98.2, 'n': 10}
 
     Raises:
-        ValueError: If there are no trials, or more successes than trials.
+        ValueError: there are no trials, or more successes than trials.
     """
     from scipy.stats import binomtest  # scoring images needs no scipy, and no extra `eval`
 

@@ -18,10 +18,10 @@ class Row:
     """One method that a command measures.
 
     Attributes:
-        name: Name for --rows, which can be a file's name.
-        label: Label for tables.
-        family: Family of rows that belong together, one of `results.schema.Family`.
-        method: What it does. If None, nothing: the model as it is.
+        name: name for --rows, which can be a file's name.
+        label: label for tables.
+        family: family of rows that belong together, one of `results.schema.Family`.
+        method: what it does. If None, nothing: the model as it is.
         default: True if it is what a user gets who changes no setting.
     """
 

@@ -35,9 +35,9 @@ def in_turns(
     """Time rows in turns, after calling each one once to warm up.
 
     Args:
-        rows: Names of the rows.
-        rounds: Number of rounds.
-        seconds: Calls a row once and returns how long that took.
+        rows: names of the rows.
+        rounds: number of rounds.
+        seconds: calls a row once and returns how long that took.
 
     Returns:
         The seconds of each row, round by round.
@@ -55,9 +55,9 @@ def times_as_fast(taken: dict[str, list[float]], baseline: str, row: str) -> lis
     """Return how many times as fast as the baseline a row is in each round.
 
     Args:
-        taken: The seconds of each row, round by round.
-        baseline: Name of the baseline.
-        row: Name of the row.
+        taken: the seconds of each row, round by round.
+        baseline: name of the baseline.
+        row: name of the row.
     """
     return [base / own for base, own in zip(taken[baseline], taken[row], strict=True)]
 

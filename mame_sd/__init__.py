@@ -1,7 +1,7 @@
 """Make diffusion models, vision transformers and language models faster without training.
 
-Attention runs over merged keys, MLPs and blocks on a few tokens. The paper's token merging (MaMe
-and MaRe) is there, too.
+Attention reads merged keys, and MLPs and blocks are computed on a few tokens. The package also has
+the paper's token merging (MaMe and MaRe).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``mame-sd`` and ``python -m mame_sd``.
 
-Everything is imported as late as can be. So Ctrl-C while libraries load, or a broken library, ends
-without a traceback too.
+Everything is imported as late as possible, so that Ctrl-C while libraries load, or a broken
+library, ends without a traceback too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main(commands: str = "mame_sd.cli.app") -> None:
         from mame_sd.cli.errors import exit_status
 
         status = exit_status(lambda: import_module(commands).invoke())
-    except KeyboardInterrupt:  # before exit_status was there to say so
+    except KeyboardInterrupt:  # before exit_status was imported
         status = 130
     sys.exit(status)
 

@@ -127,13 +127,8 @@ def mame(
 def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], Restored]:
     """Return functions for a target: one applies merging, the other restores merging after a block.
 
-    Args:
-        target: a target of `apply_mame`.
-        fields: arguments of `apply_mame` by name. A kernel of None is dropped for models without
-            one.
-
-    Returns:
-        The two functions.
+    `fields` are arguments of `apply_mame` by name. A kernel of None is dropped for models without
+    one.
 
     Raises:
         ValueError: a kernel was given for a model that can't use one.

@@ -196,9 +196,6 @@ def private(library: str, place: str, name: str) -> Any:
         place: the object that has the name.
         name: the name.
 
-    Returns:
-        The object of that name.
-
     Raises:
         RuntimeError: the installed release of the library lacks it.
     """
@@ -226,9 +223,7 @@ _CAPTIONER = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "p
 def require_captioner(model: Any, parts: tuple[str, ...]) -> None:
     """Raise RuntimeError if a captioner of transformers lacks a name.
 
-    Args:
-        model: the captioner.
-        parts: paths of modules and methods in it, such as `model.vision_tower`.
+    `parts` are paths of modules and methods in it, such as `model.vision_tower`.
     """
     takes = parameters_of(type(model))
     gone = [f"{name} of its forward" for name in _CAPTIONER if name not in takes]

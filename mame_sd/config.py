@@ -72,13 +72,8 @@ def _size(value: Any) -> tuple[int, int]:
 def _setting(default: Any, check: Check, *, keys_only: bool = False) -> Any:
     """Declare a setting, which the docstring of `MaMeConfig` describes.
 
-    Args:
-        default: value of the setting if it is not given.
-        check: returns the value as a config stores it, or raises ValueError.
-        keys_only: if True, the setting has no meaning with `tau`.
-
-    Returns:
-        The field.
+    `check` returns the value as a config stores it, or raises ValueError. If `keys_only`, the
+    setting has no meaning with `tau`.
     """
     return field(default=default, metadata={"check": check, "keys_only": keys_only})
 

@@ -98,14 +98,14 @@ class Handle(ABC, Generic[Settings]):
         """Change settings from the next forward on, for example `handle.set(keep=0.5)`.
 
         Args:
-            config: Replaces all settings. If None, the current settings stay.
-            fields: Fields of MaMeConfig, over those of `config`.
+            config: replaces all settings. If None, the current settings stay.
+            fields: fields of MaMeConfig, over those of `config`.
 
         Raises:
-            RuntimeError: If merging was removed or replaced, so that a change would have no effect,
-                or if another thread is in a forward of the model.
-            TypeError: If `config` is not a MaMeConfig.
-            ValueError: If a field is unknown, out of range or meaningless for this model. Nothing
+            RuntimeError: merging was removed or replaced, so that a change would have no effect,
+                or another thread is in a forward of the model.
+            TypeError: `config` is not a MaMeConfig.
+            ValueError: a field is unknown, out of range or meaningless for this model. Nothing
                 has changed then.
         """
         check_config(config)

@@ -53,8 +53,8 @@ class Sums:
     add to a tensor. Shapes alone are counted, so that nothing waits for the device.
 
     Args:
-        count: Number of sums.
-        device: Device of the sums of compiled regions. If None, these are not counted.
+        count: number of sums.
+        device: device of the sums of compiled regions. If None, these are not counted.
     """
 
     def __init__(self, count: int, device: torch.device | None = None) -> None:
@@ -123,8 +123,8 @@ class LayerStats:
     is the reason why the latest call was not merged, or None if it was.
 
     Args:
-        name: Name of the layer.
-        device: Device of the counters of compiled regions. If None, these are not counted.
+        name: name of the layer.
+        device: device of the counters of compiled regions. If None, these are not counted.
         kind: "attention", "mlp" or "block".
     """
 

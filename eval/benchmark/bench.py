@@ -38,14 +38,14 @@ def bench(
     """Time rows in turns.
 
     Args:
-        model: The model.
-        settings: Settings of all images.
-        batches: Batches of equal cost (`alike_batches`). A round takes the next one, and after the
+        model: the model.
+        settings: settings of all images.
+        batches: batches of equal cost (`alike_batches`). A round takes the next one, and after the
             last the first. On a CPU, peaks of memory are those of the first.
-        rows: The rows.
-        rounds: Number of rounds.
-        record: See `timed_rounds`.
-        on_progress: Called with the number of calls done and of all calls.
+        rows: the rows.
+        rounds: number of rounds.
+        record: see `timed_rounds`.
+        on_progress: called with the number of calls done and of all calls.
 
     Returns:
         The timings of each row, round by round.
@@ -98,10 +98,10 @@ def timed_call(
     """Time one call of the pipeline with the row's method installed, on an idle device.
 
     Args:
-        model: The model.
-        settings: Settings of the row's images.
-        jobs: The images of one batch.
-        row: The row.
+        model: the model.
+        settings: settings of the row's images.
+        jobs: the images of one batch.
+        row: the row.
 
     Returns:
         Seconds per image, and peak bytes if the device counts them while it is timed (CUDA).
@@ -124,10 +124,10 @@ def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job
     """Measure the peak bytes of one call on a CPU, weights included.
 
     Args:
-        model: The model.
-        settings: Settings of the images.
-        jobs: The images of one batch.
-        row: The row.
+        model: the model.
+        settings: settings of the images.
+        jobs: the images of one batch.
+        row: the row.
     """
     with installed(model, row, jobs):
         allocated = peak_bytes(lambda: sample(model, settings, jobs))

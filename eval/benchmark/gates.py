@@ -39,11 +39,11 @@ def repeat_gates(
     """Make some batches again, plainly and under inactive hooks, and compare with the files.
 
     Args:
-        model: The model.
-        settings: Settings of the baseline's images.
-        batches: The batches.
-        baseline: The baseline's run.
-        config: What merges once the hooks are active.
+        model: the model.
+        settings: settings of the baseline's images.
+        batches: the batches.
+        baseline: the baseline's run.
+        config: what merges once the hooks are active.
 
     Returns:
         A gate for each of the two.
@@ -85,10 +85,10 @@ def ceiling_gate(
     """Compare each baseline image with that of the next prompt; every method must be nearer.
 
     Args:
-        baseline: The baseline's run.
-        metrics: Fidelity metrics of pairs.
-        by_method: Values by metric name, one mapping per method.
-        tools: What computes metrics.
+        baseline: the baseline's run.
+        metrics: fidelity metrics of pairs.
+        by_method: values by metric name, one mapping per method.
+        tools: what computes metrics.
 
     Returns:
         The gate, or None if there are no two prompts.

@@ -33,7 +33,7 @@ def check_out(out: Path) -> None:
     if check_place(out, out) != out:
         return
     with writing(out):
-        # but for writes under way
+        # without files that are being written
         entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))
     begun = {"runs", "answers"}.intersection(entries)
     if entries and NAME not in entries and not (begun and OWN.issuperset(entries)):
@@ -111,12 +111,12 @@ def resumed(
     scores are computed again.
 
     Args:
-        results: The results before anything is measured.
-        out: Folder of the benchmark.
-        settings: Returns of a manifest the settings with which it must be continued.
+        results: the results before anything is measured.
+        out: folder of the benchmark.
+        settings: returns of a manifest the settings with which it must be continued.
 
     Raises:
-        UserError: If `out` was begun with another model, settings or prompts. Its results stay.
+        UserError: `out` was begun with another model, settings or prompts. Its results stay.
     """
     if not (out / NAME).exists():
         return results

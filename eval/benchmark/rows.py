@@ -28,14 +28,14 @@ class Row(tables.Row):
     the images of every useful model.
 
     Attributes:
-        fewer: Number of denoising steps that it leaves out.
+        fewer: number of denoising steps that it leaves out.
     """
 
     fewer: int = 0
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its settings as JSON values."""
+        """Return its settings as JSON values."""
         steps = {"fewer_steps": self.fewer} if self.fewer else {}
         return steps if self.method is None else self.method.describe()
 
@@ -53,7 +53,7 @@ class Row(tables.Row):
 
     @property
     def lacking(self) -> str | None:
-        """Why this machine can't run it and what to do, or None."""
+        """Return why this machine can't run it and what to do, or None."""
         if self.family != "tomesd":
             return None
         from ..rivals import tomesd
@@ -155,11 +155,11 @@ def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
     """Return the baseline and the rows that `names` lists, separated by commas.
 
     Args:
-        names: Names of rows. If None, those of `USUAL`.
-        own: Settings of further rows, see `own_row`.
+        names: names of rows. If None, those of `USUAL`.
+        own: settings of further rows, see `own_row`.
 
     Raises:
-        UserError: If a name or a setting is unknown.
+        UserError: a name or a setting is unknown.
     """
     further = [own_row(text) for text in dict.fromkeys(own)]
     return [*(make() for make in _makers(names)), *further]
@@ -196,7 +196,7 @@ def _numbered(name: str) -> tuple[str, Callable[[], Row]]:
     """Return the normalised form of a name that ends in a number, and what makes its row.
 
     Raises:
-        UserError: If it is another name, or if the number isn't allowed.
+        UserError: it is another name, or the number isn't allowed.
     """
     head = next((head for head in (*AT_SHARE, FEWER) if name.startswith(head)), None)
     if head is None:

@@ -57,22 +57,22 @@ class Benchmark:
     """One benchmark, which `run` executes.
 
     Attributes:
-        suite: The suite.
-        model: The model.
-        prompts: The prompts.
-        settings: Settings of all images.
-        rows: The rows; the first one is the baseline.
-        metrics: The metrics.
-        reference: The set that quality is measured against. If None, distances are withheld.
-        out: Folder of results.
-        tools: What computes metrics.
-        rounds: Number of rounds of timing.
-        stage: Opens a step of that name and returns its progress callback.
-        on_note: Called with notes for the user.
-        prompt_file: Name and digest of the prompt file, for the manifest.
-        command: The command that makes it again, for the report.
-        process: This process among several, which must have joined one another.
-        results: The results so far.
+        suite: the suite.
+        model: the model.
+        prompts: the prompts.
+        settings: settings of all images.
+        rows: the rows; the first one is the baseline.
+        metrics: the metrics.
+        reference: the set that quality is measured against. If None, distances are withheld.
+        out: folder of results.
+        tools: what computes metrics.
+        rounds: number of rounds of timing.
+        stage: opens a step of that name and returns its progress callback.
+        on_note: called with notes for the user.
+        prompt_file: name and digest of the prompt file, for the manifest.
+        command: the command that makes it again, for the report.
+        process: this process among several, which must have joined one another.
+        results: the results so far.
     """
 
     suite: Suite
@@ -102,7 +102,7 @@ class Benchmark:
             The results; on the main process they are those of results.json.
 
         Raises:
-            UserError, MachineError: What was done before is kept; the same call continues.
+            UserError, MachineError: what was done before is kept; the same call continues.
         """
         self.results = resumed(self._before(), self.out)
         self._save()

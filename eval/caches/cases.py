@@ -30,9 +30,9 @@ class Case:
     """A passage as token ids.
 
     Attributes:
-        name: Name of its file, after that of its source.
-        prompt: The prompt.
-        rest: What follows, which is read after the cache was shortened.
+        name: name of its file, after that of its source.
+        prompt: the prompt.
+        rest: what follows, which is read after the cache was shortened.
     """
 
     name: str
@@ -61,7 +61,7 @@ def text_files(folder: Path | None) -> dict[str, list[Path]]:
     If `folder` is None, the files of Python's standard library.
 
     Raises:
-        UserError: If there is no such folder, or no text in it.
+        UserError: there is no such folder, or no text in it.
     """
     if folder is None:
         library = Path(sysconfig.get_paths()["stdlib"])
@@ -93,15 +93,15 @@ def passages(
     """Return passages of one half, one per file, from all sources in turn.
 
     Args:
-        tokens: Returns a text's token ids.
-        files: What `text_files` returned.
-        half: The half.
-        num: Number of passages.
-        length: Tokens of the prompt.
-        rest: Tokens of what follows.
+        tokens: returns a text's token ids.
+        files: what `text_files` returned.
+        half: the half.
+        num: number of passages.
+        length: tokens of the prompt.
+        rest: tokens of what follows.
 
     Raises:
-        UserError: If there are fewer texts.
+        UserError: there are fewer texts.
     """
     sources = [_of_source(tokens, name, paths, half, length, rest) for name, paths in files.items()]
     turns = (one for turn in zip_longest(*sources) for one in turn if one is not None)

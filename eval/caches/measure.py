@@ -44,8 +44,8 @@ class Meter:
     """Run prompts on one model inside a `with` block.
 
     Args:
-        model: The language model.
-        repeat: Token ids that ask the model to repeat its prompt, for KVzip.
+        model: the language model.
+        repeat: token ids that ask the model to repeat its prompt, for KVzip.
     """
 
     def __init__(self, model: Any, repeat: Sequence[int] = ()) -> None:
@@ -78,9 +78,9 @@ class Meter:
         """Read tokens after a cache.
 
         Args:
-            kept: What each layer keeps.
-            seen: Number of tokens that it stands for.
-            ids: The tokens that follow.
+            kept: what each layer keeps.
+            seen: number of tokens that it stands for.
+            ids: the tokens that follow.
 
         Returns:
             Log-probabilities after each of them, fp32 [n, V].
@@ -115,10 +115,10 @@ def measure(
     """Measure rows with their shares of the cache on one case; `FULL` is the full cache.
 
     Args:
-        meter: Runs prompts.
-        rows: The rows by name.
-        case: The case.
-        missing: Names of rows, and shares of the cache.
+        meter: runs prompts.
+        rows: the rows by name.
+        case: the case.
+        missing: names of rows, and shares of the cache.
 
     Yields:
         A row and share with its result: "kl" to the full cache and "nll" of what follows (nats per

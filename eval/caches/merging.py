@@ -29,8 +29,8 @@ class CausalMaMe:
     share is reached.
 
     Attributes:
-        sinks: Number of first tokens that don't merge.
-        recent: Number of newest tokens that don't merge.
+        sinks: number of first tokens that don't merge.
+        recent: number of newest tokens that don't merge.
     """
 
     sinks: int = SINKS
@@ -70,10 +70,10 @@ def merged(x: Tensor, slots: Tensor, width: int, target: int) -> tuple[Tensor, T
     """Merge tokens once: to `target` tokens, or to half of them if half is more.
 
     Args:
-        x: Tokens [n, C].
-        slots: Their slots [n].
-        width: Number of leading features by which they are compared.
-        target: Number of tokens to reach.
+        x: tokens [n, C].
+        slots: their slots [n].
+        width: number of leading features by which they are compared.
+        target: number of tokens to reach.
     """
     n = len(slots) // 2 * 2  # the last of an odd number has no destination after it
     if not n:
@@ -90,8 +90,8 @@ def causal_weights(x: Tensor, merges: int) -> tuple[Tensor, Tensor]:
     """Return the weights of causal merging, destinations at odd positions.
 
     Args:
-        x: Tokens [n, C].
-        merges: Number of sources that merge, the most similar ones.
+        x: tokens [n, C].
+        merges: number of sources that merge, the most similar ones.
 
     Returns:
         W^F [n / 2, n / 2], and the sources that stay, bool [n / 2].

@@ -27,7 +27,7 @@ class Published:
     """Keep the first, the newest and the highest-scoring keys, equally many in each head.
 
     Attributes:
-        score: Returns a number for each key of a layer, [1, h, L]; the highest ones stay.
+        score: returns a number for each key of a layer, [1, h, L]; the highest ones stay.
     """
 
     score: Callable[[CacheView], Tensor]
@@ -62,7 +62,7 @@ class KVzip(Published):
     heads of a layer are padded to its largest.
 
     Attributes:
-        repeated: Returns the scores of every layer from a second forward; `measure` sets it.
+        repeated: returns the scores of every layer from a second forward; `measure` sets it.
     """
 
     repeated: Callable[[Sequence[CacheView]], list[Tensor]]

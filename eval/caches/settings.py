@@ -24,7 +24,7 @@ class CacheSettings:
     """The options of the command.
 
     Raises:
-        UserError: If an option is out of range; the message names it, its range and its value.
+        UserError: an option is out of range; the message names it, its range and its value.
     """
 
     texts: Path | None = option(

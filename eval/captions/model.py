@@ -37,9 +37,9 @@ class Captioner:
     """A LLaVA in eval mode, with functions that make its inputs and texts.
 
     Attributes:
-        model: A model of a registered class.
-        inputs: Returns the processor's inputs for one picture.
-        text: Decodes the ids that the model wrote.
+        model: a model of a registered class.
+        inputs: returns the processor's inputs for one picture.
+        text: decodes the ids that the model wrote.
     """
 
     model: Any
@@ -66,12 +66,12 @@ def load_captioner(
     """Load the captioner of a folder or hub id, on its device.
 
     Args:
-        choice: Its model, dtype, device, revision and offline fields are used.
-        prompt: The prompt. If None, `PROMPT`.
-        weights_dir: Folder that is searched first for weights of the small LLaVA's parts.
+        choice: its model, dtype, device, revision and offline fields are used.
+        prompt: the prompt. If None, `PROMPT`.
+        weights_dir: folder that is searched first for weights of the small LLaVA's parts.
 
     Raises:
-        UserError: If the model is missing or isn't a LLaVA, if the device is missing, or if the
+        UserError: the model is missing or isn't a LLaVA, the device is missing, or the
             prompt doesn't fit the model.
     """
     mini = _mini_of(choice)
@@ -146,13 +146,13 @@ def joined(tower: Any, language: Any, path: Path, image: int) -> Any:
     """Join a vision tower, a language model, and a trained projector and updates to a LLaVA.
 
     Args:
-        tower: The vision tower.
-        language: The language model.
-        path: File with the projector and the updates.
-        image: The id of image tokens.
+        tower: the vision tower.
+        language: the language model.
+        path: file with the projector and the updates.
+        image: the id of image tokens.
 
     Raises:
-        UserError: If the file can't be read or belongs to other parts.
+        UserError: the file can't be read or belongs to other parts.
     """
     from safetensors.torch import load_file
     from transformers import LlavaConfig, LlavaForConditionalGeneration

@@ -19,8 +19,8 @@ class Pictures:
     """Pictures in the order of the file of references.
 
     Attributes:
-        files: The file of each picture by its id.
-        references: The captions of each picture by its id.
+        files: the file of each picture by its id.
+        references: the captions of each picture by its id.
     """
 
     files: dict[str, Path]
@@ -31,12 +31,12 @@ def read_references(file: Path, folder: Path, num: int | None = None) -> Picture
     """Read the pictures of a folder that a file of references describes.
 
     Args:
-        file: The file of references.
-        folder: The folder of pictures.
-        num: Read only the first `num`.
+        file: the file of references.
+        folder: the folder of pictures.
+        num: read only the first `num`.
 
     Raises:
-        UserError: If a file is missing or has another format, an id occurs twice, or a picture has
+        UserError: a file is missing or has another format, an id occurs twice, or a picture has
             no caption.
     """
     try:

@@ -52,9 +52,9 @@ def chosen(
     """Give the language model a share of an image's tokens, in their order.
 
     Args:
-        pick: Returns the places of `count` tokens of features [L, C].
-        keep: The share.
-        model: The LLaVA.
+        pick: returns the places of `count` tokens of features [L, C].
+        keep: the share.
+        model: the LLaVA.
     """
 
     def some(image: Image) -> Image:
@@ -106,9 +106,9 @@ def in_tower(
     Each remaining token stands at the place of the first token that it was made of.
 
     Args:
-        merging: Puts merging on a tower; it is called with the tower and the number of its blocks
+        merging: puts merging on a tower; it is called with the tower and the number of its blocks
             that are read.
-        model: The LLaVA.
+        model: the LLaVA.
     """
     count, tower = layer_of(model), model.model.vision_tower
     skip = int(model.config.vision_feature_select_strategy == "default")

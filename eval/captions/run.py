@@ -52,17 +52,17 @@ def run_caption(
     """Caption what is missing in `out`.
 
     Args:
-        settings: The options of the command.
-        choice: The model.
-        out: Folder of results.
-        on_note: Called with a line of progress after each picture.
+        settings: the options of the command.
+        choice: the model.
+        out: folder of results.
+        on_note: called with a line of progress after each picture.
 
     Returns:
         The figures of the table.
 
     Raises:
-        UserError: If an option, the model or the references are invalid, if `out` belongs to
-            another run, or if this model can't run a row. What was done before is kept.
+        UserError: an option, the model or the references are invalid, `out` belongs to
+            another run, or this model can't run a row. What was done before is kept.
     """
     check_place(out, out)
     rows = chosen_rows(settings.rows)
@@ -95,12 +95,12 @@ def caption_pictures(
     """Caption every picture by every row that is missing in `store`, the baseline first.
 
     Args:
-        captioner: The captioner.
-        pictures: The pictures and their references.
-        rows: Names of the rows.
-        tokens: Largest number of tokens of a caption.
-        store: The lines of results.
-        on_note: Called with a line of progress after each picture.
+        captioner: the captioner.
+        pictures: the pictures and their references.
+        rows: names of the rows.
+        tokens: largest number of tokens of a caption.
+        store: the lines of results.
+        on_note: called with a line of progress after each picture.
     """
     names = list(pictures.files)
 
@@ -164,9 +164,9 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
     A last row scores the captions of other pictures, if there are any.
 
     Args:
-        done: The lines of results.
-        pictures: The pictures and their references.
-        rows: Names of the rows.
+        done: the lines of results.
+        pictures: the pictures and their references.
+        rows: names of the rows.
     """
     names = list(pictures.files)
     each = {name: name for name in names}

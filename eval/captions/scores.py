@@ -33,7 +33,7 @@ def language_scores(
     CIDEr weighs words by their frequency in these references.
 
     Raises:
-        UserError: If pycocoevalcap is missing.
+        UserError: pycocoevalcap is missing.
     """
     try:
         from pycocoevalcap.bleu.bleu import Bleu

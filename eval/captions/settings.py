@@ -24,7 +24,7 @@ class CaptionSettings:
     """The options of the command.
 
     Raises:
-        UserError: If an option is out of range; the message names it, its range and its value.
+        UserError: an option is out of range; the message names it, its range and its value.
     """
 
     data: Path | None = option(None, "Required. Folder of pictures.", metavar="FOLDER")

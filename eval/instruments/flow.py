@@ -25,9 +25,9 @@ def noise_of(instrument: Instrument, count: int, seed: int) -> Tensor:
     """Return the noise of `count` samples [count, *kind.shape].
 
     Args:
-        instrument: Gives the shape.
-        count: Number of samples.
-        seed: The noise of sample i depends on `seed` + i alone.
+        instrument: gives the shape.
+        count: number of samples.
+        seed: the noise of sample i depends on `seed` + i alone.
     """
     seeds = (torch.Generator().manual_seed(seed + i) for i in range(count))
     return torch.stack([torch.randn(instrument.kind.shape, generator=g) for g in seeds])
@@ -39,10 +39,10 @@ def guided_velocity(
     """Return the velocity with classifier-free guidance (arXiv 2207.12598).
 
     Args:
-        instrument: The model.
+        instrument: the model.
         noisy: [B, *kind.shape].
-        time: Share of the noise, 0 to 1.
-        thumbnails: The condition [B, kind.thumbnails, 3, 8, 8].
+        time: share of the noise, 0 to 1.
+        thumbnails: the condition [B, kind.thumbnails, 3, 8, 8].
         guidance: 1 calls the model once per sample; other values call it without the condition too.
     """
     count = len(noisy)
@@ -69,13 +69,13 @@ def sample(
     """Return samples in -1..1 by Euler's method: [B, *kind.shape].
 
     Args:
-        instrument: The model.
-        thumbnails: The condition [B, kind.thumbnails, 3, 8, 8], in -1..1.
-        steps: Evaluations of the model.
-        guidance: See `guided_velocity`.
-        seed: Seed of the first sample's noise; each next sample's is one more.
-        shift: See `times`.
-        noise: Where to start, in place of the noise of `seed`.
+        instrument: the model.
+        thumbnails: the condition [B, kind.thumbnails, 3, 8, 8], in -1..1.
+        steps: evaluations of the model.
+        guidance: see `guided_velocity`.
+        seed: seed of the first sample's noise; each next sample's is one more.
+        shift: see `times`.
+        noise: where to start, in place of the noise of `seed`.
     """
     device = next(instrument.parameters()).device
     state = (noise_of(instrument, len(thumbnails), seed) if noise is None else noise).to(device)

@@ -215,9 +215,9 @@ def save_weights(name: str, tensors: Mapping[str, Tensor], folder: Path) -> list
     Matrices are written in int8 (see `quantized`).
 
     Args:
-        name: Name of the instrument.
-        tensors: Its state dict.
-        folder: Where to write.
+        name: name of the instrument.
+        tensors: its state dict.
+        folder: where to write.
 
     Returns:
         The paths of the files.

@@ -77,12 +77,12 @@ def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Compute 100 * cosine of each image and its prompt, float64 [n], not clamped at 0.
 
     Args:
-        model: A CLIP from `load_clip`.
+        model: a CLIP from `load_clip`.
         images: [n, 3, H, W] in [0, 1].
         prompts: n texts.
 
     Raises:
-        ValueError: If there isn't one prompt per image, or if values are outside [0, 1] or NaN.
+        ValueError: there isn't one prompt per image, or values are outside [0, 1] or NaN.
     """
     check_images(images)
     if len(prompts) != len(images):
@@ -96,12 +96,12 @@ def clip_image_cosine(model: Clip, a: Tensor, b: Tensor) -> Tensor:
     """Compute the cosine of the CLIP features of each pair, float64 [n].
 
     Args:
-        model: A CLIP from `load_clip`.
+        model: a CLIP from `load_clip`.
         a: [n, 3, H, W] in [0, 1].
-        b: The same shape and range.
+        b: the same shape and range.
 
     Raises:
-        ValueError: If shapes differ, or if values are outside [0, 1] or NaN.
+        ValueError: shapes differ, or values are outside [0, 1] or NaN.
     """
     check_pair(a, b)
     return (model.image_features(a) * model.image_features(b)).sum(1).cpu()
@@ -116,14 +116,14 @@ def load_clip(
     """Load a CLIP.
 
     Args:
-        name: Its name in the list of weights, "embedded-clip", or a folder that transformers saved.
-        weights_dir: Folder that is searched first.
-        offline: If True, nothing is fetched.
-        device: Where it computes.
+        name: its name in the list of weights, "embedded-clip", or a folder that transformers saved.
+        weights_dir: folder that is searched first.
+        offline: if True, nothing is fetched.
+        device: where it computes.
 
     Raises:
-        UserError: If it is missing while offline, has another hash, or is no folder of a CLIP.
-        MachineError: If it could not be fetched.
+        UserError: it is missing while offline, has another hash, or is no folder of a CLIP.
+        MachineError: it could not be fetched.
     """
     if str(name) == EMBEDDED_CLIP:
         if "clip" not in embedded_models():

@@ -28,8 +28,8 @@ class Statistics:
     Attributes:
         mean: [D] float64.
         factor: [r, D] float64 with factor^T factor = covariance (divided by n - 1).
-        n: Number of images; 0 if a file of statistics doesn't say.
-        source: Name of the extractor that made the features, or "".
+        n: number of images; 0 if a file of statistics doesn't say.
+        source: name of the extractor that made the features, or "".
     """
 
     mean: Tensor
@@ -66,11 +66,11 @@ def frechet_distance(a: Tensor | Statistics, b: Tensor | Statistics) -> float:
     """Compute the squared distance of two sets, at least 0.
 
     Args:
-        a: Features [N, D] or `Statistics`.
-        b: The same of the other set.
+        a: features [N, D] or `Statistics`.
+        b: the same of the other set.
 
     Raises:
-        ValueError: If there are fewer than two images or NaN, or if the dimensions or the
+        ValueError: there are fewer than two images or NaN, or the dimensions or the
             extractors differ.
     """
     first, second = (item if isinstance(item, Statistics) else statistics(item) for item in (a, b))

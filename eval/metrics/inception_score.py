@@ -22,12 +22,12 @@ def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> t
 
     Args:
         logits: [N, classes].
-        splits: Number of parts.
-        seed: Seed of the order in which images go into parts. If None, they keep their order. The
+        splits: number of parts.
+        seed: seed of the order in which images go into parts. If None, they keep their order. The
             global generator isn't used.
 
     Raises:
-        ValueError: If there are more parts than images, or NaN.
+        ValueError: there are more parts than images, or NaN.
     """
     if logits.ndim != 2 or not 1 <= splits <= len(logits):
         raise ValueError(

@@ -15,11 +15,11 @@ def kernel_distance(a: Tensor, b: Tensor) -> float:
     """Return the unbiased estimate of the squared distance; it can be below 0 for similar sets.
 
     Args:
-        a: Features [N, D], N at least 2.
-        b: Features [M, D], M at least 2.
+        a: features [N, D], N at least 2.
+        b: features [M, D], M at least 2.
 
     Raises:
-        ValueError: If there are fewer than two images or NaN, or if the dimensions differ.
+        ValueError: there are fewer than two images or NaN, or the dimensions differ.
     """
     for rows in (a, b):
         if rows.ndim != 2 or len(rows) < 2 or rows.shape[1] != a.shape[1]:

@@ -45,10 +45,10 @@ class Lpips:
     Args:
         tensors: `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier, and
             `head{i}` [channels].
-        device: Where it computes.
+        device: where it computes.
 
     Attributes:
-        name: Name of the network.
+        name: name of the network.
         weights_hash: sha256 of its weights.
     """
 
@@ -64,10 +64,10 @@ class Lpips:
 
         Args:
             a: [n, 3, H, W] in [0, 1], with sides of at least 32.
-            b: The same shape and range.
+            b: the same shape and range.
 
         Raises:
-            ValueError: If shapes differ or are too small, or if values are outside [0, 1] or NaN.
+            ValueError: shapes differ or are too small, or values are outside [0, 1] or NaN.
         """
         check_pair(a, b)
         if min(a.shape[-2:]) < MIN_SIDE:
@@ -107,12 +107,12 @@ def load_lpips(
     """Load LPIPS with its published weights.
 
     Args:
-        weights_dir: Folder that is searched first.
-        offline: If True, nothing is fetched.
-        device: Where it computes.
+        weights_dir: folder that is searched first.
+        offline: if True, nothing is fetched.
+        device: where it computes.
 
     Raises:
-        UserError: As `weights.load.find`.
-        MachineError: As `weights.load.find`.
+        UserError: as `weights.load.find`.
+        MachineError: as `weights.load.find`.
     """
     return Lpips(load(Lpips.name, weights_dir, offline), device)

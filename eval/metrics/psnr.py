@@ -20,10 +20,10 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         a: [n, 3, H, W] in [0, 1].
-        b: The same shape and range.
+        b: the same shape and range.
 
     Raises:
-        ValueError: If shapes differ, or if values are outside [0, 1] or NaN.
+        ValueError: shapes differ, or values are outside [0, 1] or NaN.
     """
     check_pair(a, b)
     return peak_signal_noise_ratio(

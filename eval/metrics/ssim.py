@@ -24,10 +24,10 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         a: [n, 3, H, W] in [0, 1], with sides of at least 11.
-        b: The same shape and range.
+        b: the same shape and range.
 
     Raises:
-        ValueError: If shapes differ or are too small, or if values are outside [0, 1] or NaN.
+        ValueError: shapes differ or are too small, or values are outside [0, 1] or NaN.
     """
     check_pair(a, b)
     if min(a.shape[-2:]) < WINDOW:

@@ -37,13 +37,13 @@ class Extractor:
     """A network behind distances between sets.
 
     Args:
-        tensors: Its state dict.
-        device: Where it computes.
+        tensors: its state dict.
+        device: where it computes.
 
     Attributes:
-        name: Name of the network.
-        side: Side of the images that it sees, in pixels.
-        dims: Length of a feature vector.
+        name: name of the network.
+        side: side of the images that it sees, in pixels.
+        dims: length of a feature vector.
         weights_hash: sha256 of its weights.
     """
 
@@ -73,8 +73,8 @@ class Extractor:
             images: uint8 [H, W, 3] arrays, or image files.
 
         Raises:
-            UserError: If a file isn't a whole 8-bit RGB image.
-            ValueError: If there is no image, or one that isn't uint8 [H, W, 3].
+            UserError: a file isn't a whole 8-bit RGB image.
+            ValueError: there is no image, or one that isn't uint8 [H, W, 3].
         """
         if not len(images):
             raise ValueError("expected at least one image, got none")
@@ -104,8 +104,8 @@ class DinoV2(Extractor):
     """DINOv2-S, whose class token FD-DINOv2 compares; images are normalised as in its training.
 
     Args:
-        model: A Dinov2Model of transformers.
-        device: Where it computes.
+        model: a Dinov2Model of transformers.
+        device: where it computes.
     """
 
     name, side, dims = "DINOv2-S", 224, 384
@@ -140,13 +140,13 @@ def load_inception(
     """Load Inception with its published weights.
 
     Args:
-        weights_dir: Folder that is searched first.
-        offline: If True, nothing is fetched.
-        device: Where it computes.
+        weights_dir: folder that is searched first.
+        offline: if True, nothing is fetched.
+        device: where it computes.
 
     Raises:
-        UserError: As `weights.load.find`.
-        MachineError: As `weights.load.find`.
+        UserError: as `weights.load.find`.
+        MachineError: as `weights.load.find`.
     """
     return Inception(load("inception-fid", weights_dir, offline), device)
 

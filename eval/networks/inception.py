@@ -20,7 +20,7 @@ def inception(tensors: Tensors, images: Tensor) -> tuple[Tensor, Tensor]:
     """Compute pooled features and logits.
 
     Args:
-        tensors: The state dict.
+        tensors: the state dict.
         images: [n, 3, 299, 299] in 0..255.
 
     Returns:

@@ -56,8 +56,8 @@ def _name_here(name: str, own: dict[str, Tensor]) -> str:
     """Return what the installed transformers calls one of DINOv2's published weights.
 
     Args:
-        name: The published name.
-        own: The weights of the installed module by name.
+        name: the published name.
+        own: the weights of the installed module by name.
     """
     if name in own:
         return name
@@ -70,8 +70,8 @@ def load_smollm2(weights_dir: Path | None = None, offline: bool = False) -> tupl
     """Load SmolLM2-135M-Instruct as LlamaForCausalLM in eval mode (float32), and its tokenizer.
 
     Raises:
-        UserError: If the package gguf is missing, or as `eval.weights.load.find`.
-        MachineError: If the weights could not be fetched.
+        UserError: the package gguf is missing, or as `eval.weights.load.find`.
+        MachineError: the weights could not be fetched.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,14 +94,14 @@ def load_pretrained(
     """Load a model and its tokenizer or processor of a folder or hub id.
 
     Args:
-        choice: Its model, revision and offline fields are used.
-        expected: What the model has to be, for the error.
+        choice: its model, revision and offline fields are used.
+        expected: what the model has to be, for the error.
         reader: transformers' class of a tokenizer or processor.
         kind: transformers' class of a model.
-        dtype: Of the model.
+        dtype: of the model.
 
     Raises:
-        UserError: If it isn't there, or is another one.
+        UserError: it isn't there, or is another one.
     """
     from transformers.utils import logging
 

@@ -82,7 +82,7 @@ class Terrain(nn.Module):
         """Compute the clean maps [B, 1, h, w], in -1..1.
 
         Args:
-            noisy: Maps in -1..1 plus noise of deviation `sigma` [B, 1, h, w].
+            noisy: maps in -1..1 plus noise of deviation `sigma` [B, 1, h, w].
             sigma: 80 for noise alone.
             difficulty: 0 to 1 [B].
         """

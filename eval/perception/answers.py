@@ -34,9 +34,9 @@ class Batch:
     """Results of one batch.
 
     Attributes:
-        answers: The class of each image.
-        flops: Multiply-adds for one image.
-        tokens: Tokens before the first block, then after each block.
+        answers: the class of each image.
+        flops: multiply-adds for one image.
+        tokens: tokens before the first block, then after each block.
     """
 
     answers: list[int]
@@ -76,17 +76,17 @@ def answers_of(
     unchanged images.
 
     Args:
-        asked: The model and the images.
-        method: What the row does to the model.
+        asked: the model and the images.
+        method: what the row does to the model.
         file: JSON lines that hold the answers.
-        about: Everything that decides the answers, as JSON values.
-        on_progress: Called with the number of images done and of all images.
+        about: everything that decides the answers, as JSON values.
+        on_progress: called with the number of images done and of all images.
 
     Returns:
         All batches in order.
 
     Raises:
-        UserError: If an image can't be read, or if `file` isn't one of this version; what was done
+        UserError: an image can't be read, or `file` isn't one of this version; what was done
             before is kept.
     """
     batches, images = asked.batches, asked.images
@@ -132,12 +132,12 @@ def speed_of(
     The timed part is the model from prepared images to logits.
 
     Args:
-        asked: The model and the images.
-        methods: The methods by name.
-        rounds: Number of rounds.
-        record: File of timings, see `timed_rounds`.
-        about: Everything that timings depend on, as JSON values; "methods" by name.
-        on_progress: Called with the number of calls done and of all calls.
+        asked: the model and the images.
+        methods: the methods by name.
+        rounds: number of rounds.
+        record: file of timings, see `timed_rounds`.
+        about: everything that timings depend on, as JSON values; "methods" by name.
+        on_progress: called with the number of calls done and of all calls.
 
     Returns:
         Timings by name in the order of rounds.

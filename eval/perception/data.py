@@ -30,11 +30,11 @@ class ImageSet:
     """Images or clips in a fixed shuffled order, so that classes mix.
 
     Attributes:
-        folder: The folder.
-        files: Paths relative to `folder`.
-        labels: Index of each one's class, from its folder. If None, there are no labels.
-        classes: Names of the class folders, sorted.
-        frames: Number of evenly spaced frames of each clip that the model sees. If None, they are
+        folder: the folder.
+        files: paths relative to `folder`.
+        labels: index of each one's class, from its folder. If None, there are no labels.
+        classes: names of the class folders, sorted.
+        frames: number of evenly spaced frames of each clip that the model sees. If None, they are
             images.
     """
 
@@ -48,7 +48,7 @@ class ImageSet:
         """Return the pixels of images, uint8 [H, W, 3], or of clips, [frames, H, W, 3].
 
         Raises:
-            UserError: If one can't be read or is too small, or if the frames of a clip differ in
+            UserError: one can't be read or is too small, or the frames of a clip differ in
                 size.
         """
         paths = [self.folder / self.files[place] for place in places]
@@ -107,12 +107,12 @@ def open_images(folder: Path, num: int | None = None, frames: int | None = None)
     """Open the images of a folder, or `num` of them.
 
     Args:
-        folder: The folder.
-        num: Number of images. If None, all.
-        frames: Number of frames of each clip. If None, the folder has images.
+        folder: the folder.
+        num: number of images. If None, all.
+        frames: number of frames of each clip. If None, the folder has images.
 
     Raises:
-        UserError: If there is no folder or no image, if images are next to class folders, or if
+        UserError: there is no folder or no image, images are next to class folders, or if
             clips have no class folders.
     """
     wanted = "class folders or of images" if frames is None else "class folders of clips"
@@ -203,14 +203,14 @@ def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:
     """Replace the labels by the model's class indices.
 
     Args:
-        images: Images with labels.
-        labels: The model's class names and indices.
+        images: images with labels.
+        labels: the model's class names and indices.
 
     Returns:
         The images, and how classes were matched: by folder names, or by order.
 
     Raises:
-        UserError: If the folders are neither named as the model's classes nor equally many.
+        UserError: the folders are neither named as the model's classes nor equally many.
     """
     matched = [name in labels for name in images.classes]
     if not any(matched) and len(images.classes) == len(labels):

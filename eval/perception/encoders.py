@@ -36,10 +36,10 @@ class LoadedEncoder:
     """A model with a vision transformer in eval mode on its device, and what makes its inputs.
 
     Attributes:
-        model: Called as those of transformers: with a classifier, with a text half (CLIP, SigLIP),
+        model: called as those of transformers: with a classifier, with a text half (CLIP, SigLIP),
             or the vision transformer alone.
-        processor: Its image processor.
-        tokenizer: The tokenizer of its text half, or None.
+        processor: its image processor.
+        tokenizer: the tokenizer of its text half, or None.
         identity: JSON values that identify this model: name, class, a digest of its files, dtype,
             device type.
     """
@@ -82,10 +82,10 @@ class LoadedEncoder:
         """Return the model's arguments for images, on its device, as its processor makes them.
 
         Args:
-            images: Images uint8 [H, W, 3], or clips [frames, H, W, 3] for a model of clips.
+            images: images uint8 [H, W, 3], or clips [frames, H, W, 3] for a model of clips.
 
         Raises:
-            UserError: If the processor doesn't bring them to one size.
+            UserError: the processor doesn't bring them to one size.
         """
         batch: Any = list(images) if self.frames is None else [list(clip) for clip in images]
         try:
@@ -119,13 +119,13 @@ def load_encoder(choice: ModelChoice) -> LoadedEncoder:
     """Load a model with a vision transformer that can merge.
 
     Args:
-        choice: Its model, dtype, device, revision and offline fields are used. A name of timm with
+        choice: its model, dtype, device, revision and offline fields are used. A name of timm with
             its tag means the hub's model of that name.
 
     Raises:
-        UserError: If the model or the device is missing, a file can't be read, or no vision
+        UserError: the model or the device is missing, a file can't be read, or no vision
             transformer can merge.
-        MachineError: If weights could not be fetched.
+        MachineError: weights could not be fetched.
     """
     device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
@@ -192,7 +192,7 @@ class TimmForImageClassification(nn.Module):
     """A classifier of timm with the call of transformers.
 
     Attributes:
-        timm: The model.
+        timm: the model.
     """
 
     def __init__(self, model: Any, labels: Sequence[str]) -> None:

@@ -25,8 +25,8 @@ class Head:
     """Computes logits [B, classes] of a batch.
 
     Attributes:
-        encoder: The model.
-        vectors: Unit vectors [classes, d] of the classes' prompts. If None, the model has its own
+        encoder: the model.
+        vectors: unit vectors [classes, d] of the classes' prompts. If None, the model has its own
             classifier.
     """
 
@@ -58,9 +58,9 @@ def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[
     CLIP, section 3.1.4.
 
     Args:
-        encoder: A model with a text half.
-        names: Names of the classes.
-        templates: Prompts with {} where the name goes.
+        encoder: a model with a text half.
+        names: names of the classes.
+        templates: prompts with {} where the name goes.
     """
     config = encoder.model.config.text_config
     # SigLIP was trained on prompts padded to their full length and reads no mask
@@ -85,12 +85,12 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
     """Read the names of the classes in the order of their folders.
 
     Args:
-        file: A line for each class in the order of the folders, or lines of folder, tab, name. If
+        file: a line for each class in the order of the folders, or lines of folder, tab, name. If
             None, the folders' names with spaces for underscores.
-        folders: Folders of the classes; empty if images have no labels, which requires a file.
+        folders: folders of the classes; empty if images have no labels, which requires a file.
 
     Raises:
-        UserError: If the file can't be read or doesn't fit the folders.
+        UserError: the file can't be read or doesn't fit the folders.
     """
     if file is None and not folders:
         raise UserError(

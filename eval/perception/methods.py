@@ -47,8 +47,8 @@ class Method:
     """What a row does to a model; without arguments it leaves the model as it is.
 
     Attributes:
-        config: Everything that decides its answers, as JSON values.
-        on: Puts the method on a model for a `with` block, as it is timed, and gives the handle that
+        config: everything that decides its answers, as JSON values.
+        on: puts the method on a model for a `with` block, as it is timed, and gives the handle that
             counts tokens and FLOPs, or None.
     """
 
@@ -82,9 +82,9 @@ def merged(
     """Merge by arguments of `apply_encoder`.
 
     Args:
-        blocks: As in `apply_encoder`, or a name of `BLOCKS`.
-        ablation: Arguments of `AblatedBlock` for an ablation of the paper's method, or None.
-        fields: Further arguments of `apply_encoder`.
+        blocks: as in `apply_encoder`, or a name of `BLOCKS`.
+        ablation: arguments of `AblatedBlock` for an ablation of the paper's method, or None.
+        fields: further arguments of `apply_encoder`.
     """
     config = {**fields, **({"ablation": ablation} if ablation else {}), "blocks": blocks}
     if "tau" not in fields:
@@ -146,14 +146,14 @@ class Knob:
     """A rival at any value of its knob.
 
     Attributes:
-        label: Label for tables, with {} for the value.
-        short: Label without the value.
-        make: Returns the method at a value.
-        at: Returns the value at a part of the knob's range in [0, 1], in which FLOPs grow. It also
+        label: label for tables, with {} for the value.
+        short: label without the value.
+        make: returns the method at a value.
+        at: returns the value at a part of the knob's range in [0, 1], in which FLOPs grow. It also
             gets the model's tokens, patches along a side and their side in pixels.
-        most: Largest value. If None, any number above 0.
+        most: largest value. If None, any number above 0.
         whole: True if the knob takes whole numbers only.
-        family: Family of its rows.
+        family: family of its rows.
     """
 
     label: str
@@ -192,18 +192,18 @@ def at_flops(
     """Find the value of a rival's knob whose counted FLOPs are nearest to `flops`.
 
     Args:
-        model: The model that `call` calls.
-        name: Name of the rival in RIVALS.
-        flops: Multiply-adds for one image.
-        call: Runs a forward of one image; the number of tokens that rivals leave depends on no
+        model: the model that `call` calls.
+        name: name of the rival in RIVALS.
+        flops: multiply-adds for one image.
+        call: runs a forward of one image; the number of tokens that rivals leave depends on no
             image.
-        side: Side of the images in pixels.
+        side: side of the images in pixels.
 
     Returns:
         The value and its FLOPs.
 
     Raises:
-        NotApplicable: If the rival can do nothing with this model.
+        NotApplicable: the rival can do nothing with this model.
     """
     import torch
 

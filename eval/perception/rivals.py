@@ -87,7 +87,7 @@ class AblatedBlock(MergedBlock):
     Args:
         ablation: `feature` ("k" compares keys, "k-mean" keys averaged over heads), or keyword
             arguments of `plan_tokens`.
-        args: Those of `MergedBlock`.
+        args: those of `MergedBlock`.
     """
 
     def __init__(self, ablation: Mapping[str, Any], *args: Any) -> None:
@@ -118,16 +118,16 @@ def ablated(
     """Merge by an ablation of the paper's method.
 
     Args:
-        model: A model that contains one registered vision transformer.
-        blocks: As in `apply_encoder`.
-        ablation: See `AblatedBlock`.
-        tau: As in `apply_encoder`.
+        model: a model that contains one registered vision transformer.
+        blocks: as in `apply_encoder`.
+        ablation: see `AblatedBlock`.
+        tau: as in `apply_encoder`.
 
     Returns:
         The handle of the merging.
 
     Raises:
-        ValueError: If there is no registered vision transformer, or if its keys would be compared
+        ValueError: there is no registered vision transformer, or its keys would be compared
             and are unknown.
     """
     spec = find_encoder(model)[2]
@@ -152,8 +152,8 @@ def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
     Merging that was on it is restored afterwards.
 
     Raises:
-        ValueError: If there is no registered vision transformer.
-        NotApplicable: If it lacks what the rule works by (a class token, keys).
+        ValueError: there is no registered vision transformer.
+        NotApplicable: it lacks what the rule works by (a class token, keys).
     """
     encoder, blocks, spec = find_encoder(model)
     if "queries" in rule.hears and spec.prefix_tokens_of(encoder) == 0:
@@ -187,11 +187,11 @@ def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
     """Show a vision transformer smaller images for a `with` block, with interpolated positions.
 
     Args:
-        model: The model.
-        side: Side of the images in pixels.
+        model: the model.
+        side: side of the images in pixels.
 
     Raises:
-        NotApplicable: If positions can't be interpolated, if images arrive cut into patches, or if
+        NotApplicable: positions can't be interpolated, images arrive cut into patches, or if
             `side` is not a multiple of the patch's.
     """
     encoder = find_encoder(model)[0]

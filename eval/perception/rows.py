@@ -39,8 +39,8 @@ class Row(tables.Row):
     """One row; its `method` is one of `methods`, or None if `at` decides it.
 
     Attributes:
-        rival: A name of RIVALS, or None.
-        at: Name of the row whose FLOPs the rival is brought to.
+        rival: a name of RIVALS, or None.
+        at: name of the row whose FLOPs the rival is brought to.
     """
 
     rival: str | None = None
@@ -124,11 +124,11 @@ def chosen_rows(suite: str, names: str | None) -> list[Row]:
     """Return rows by name, the baseline first and each rival after the row whose FLOPs it takes.
 
     Args:
-        suite: One of SUITES; its rows are used if `names` is None.
-        names: Names separated by commas, as the module describes them.
+        suite: one of SUITES; its rows are used if `names` is None.
+        names: names separated by commas, as the module describes them.
 
     Raises:
-        UserError: If the suite or a name is unknown.
+        UserError: the suite or a name is unknown.
     """
     if suite not in SUITES:
         raise UserError(

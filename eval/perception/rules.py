@@ -27,12 +27,12 @@ class BlockTokens:
 
     Attributes:
         x: x' [B, L, C], prefix tokens first.
-        prefix: Number of prefix tokens.
-        place: Number of blocks that have reduced the tokens before, of `places` in all.
-        sizes: Number of tokens that each one stands for, fp32 [B, L]. If None, 1 each.
-        keys: The attention's keys [B, heads, L, d], or None if the rule doesn't ask for them.
-        queries: The attention's queries [B, heads, L, d], or None if the rule doesn't ask for them.
-        places: Number of blocks that reduce tokens.
+        prefix: number of prefix tokens.
+        place: number of blocks that have reduced the tokens before, of `places` in all.
+        sizes: number of tokens that each one stands for, fp32 [B, L]. If None, 1 each.
+        keys: the attention's keys [B, heads, L, d], or None if the rule doesn't ask for them.
+        queries: the attention's queries [B, heads, L, d], or None if the rule doesn't ask for them.
+        places: number of blocks that reduce tokens.
         capturing: True if the rule has to return which tokens it kept.
     """
 
@@ -53,7 +53,7 @@ class Reduced:
     Attributes:
         x: x'' [B, L', C].
         sizes: [B, L']. If None, 1 each.
-        cost: Multiply-adds for one image.
+        cost: multiply-adds for one image.
         kept: LongTensor [B, L'], the first of the tokens that each was made of, or None.
     """
 
@@ -68,7 +68,7 @@ class Rule:
 
     Attributes:
         prop_attn: True if the log of a token's size is added to its attention logits.
-        hears: What it needs of the attention, "keys" and "queries"; queries are those of a class
+        hears: what it needs of the attention, "keys" and "queries"; queries are those of a class
             token.
     """
 
@@ -161,8 +161,8 @@ def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Callable[...
 
     Args:
         metric: [B, L, d], compared by cosine.
-        r: Number of edges to merge, at most the number of tokens of A.
-        prefix: Number of leading tokens that take no part.
+        r: number of edges to merge, at most the number of tokens of A.
+        prefix: number of leading tokens that take no part.
 
     Returns:
         A function that sums merging tokens of [B, L, C], or takes their minimum if its second

@@ -62,15 +62,15 @@ class Classification:
     """One benchmark, which `run` executes.
 
     Attributes:
-        suite: Name of the suite.
-        asked: The model, the images that it answers, and the size of a batch.
-        about: How it answers, as JSON values: class names and templates, or where labels come from.
-        rows: The first one is the baseline, and each rival follows the row whose FLOPs it takes.
-        rounds: Number of rounds of timing.
-        out: Folder of results.
-        stage: Opens a step of that name and returns its progress callback.
-        command: The command that makes it again, for the report.
-        results: The results so far.
+        suite: name of the suite.
+        asked: the model, the images that it answers, and the size of a batch.
+        about: how it answers, as JSON values: class names and templates, or where labels come from.
+        rows: the first one is the baseline, and each rival follows the row whose FLOPs it takes.
+        rounds: number of rounds of timing.
+        out: folder of results.
+        stage: opens a step of that name and returns its progress callback.
+        command: the command that makes it again, for the report.
+        results: the results so far.
     """
 
     suite: str
@@ -92,7 +92,7 @@ class Classification:
             The results, which are those of results.json.
 
         Raises:
-            UserError, MachineError: What was done before is kept; the same call continues.
+            UserError, MachineError: what was done before is kept; the same call continues.
         """
         self.results = resumed(self._before(), self.out, settings_of)
         self._save()

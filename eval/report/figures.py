@@ -59,9 +59,9 @@ def to_svg(figure: Figure, name: str, description: str) -> Markup:
     """Return a figure as an inline <svg>.
 
     Args:
-        figure: The figure.
-        name: Keeps its ids apart from those of other figures.
-        description: Text for screen readers.
+        figure: the figure.
+        name: keeps its ids apart from those of other figures.
+        description: text for screen readers.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):

@@ -74,7 +74,7 @@ def frontier(plotted: Sequence[Point], lower: bool) -> list[Point]:
     """Return the points that no other surpasses in speed and closeness at once, slowest first.
 
     Args:
-        plotted: The points.
+        plotted: the points.
         lower: True if lower closeness is better.
     """
     sign = 1 if lower else -1
@@ -91,9 +91,9 @@ def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
     """Draw the figure as SVG.
 
     Args:
-        results: The results.
-        chosen: The metrics of speed and closeness.
-        width: Units of the drawing.
+        results: the results.
+        chosen: the metrics of speed and closeness.
+        width: units of the drawing.
 
     Returns:
         The figure, or None if fewer than two rows have both metrics.

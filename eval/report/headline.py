@@ -15,13 +15,13 @@ class Card:
     """One row in large type.
 
     Attributes:
-        role: Why it is shown, such as "nearest rival".
-        row: The row.
-        speed: How many times as fast as the baseline it is.
-        between: The interval of the speed, or "".
-        seconds: Its seconds and the baseline's, or another latency, or "".
-        near: Its closeness to the baseline.
-        about: Name of that metric, and which values are closer.
+        role: why it is shown, such as "nearest rival".
+        row: the row.
+        speed: how many times as fast as the baseline it is.
+        between: the interval of the speed, or "".
+        seconds: its seconds and the baseline's, or another latency, or "".
+        near: its closeness to the baseline.
+        about: name of that metric, and which values are closer.
     """
 
     role: str

@@ -39,14 +39,14 @@ class Shot:
     """One embedded image.
 
     Attributes:
-        src: Its data URI.
-        caption: Text under it.
-        label: Text next to its enlargement.
-        score: Its own figure of closeness, or "".
-        alt: Text for screen readers.
-        area: A family, with "map-" before it for a map of differences.
-        width: Pixels.
-        height: Pixels.
+        src: its data URI.
+        caption: text under it.
+        label: text next to its enlargement.
+        score: its own figure of closeness, or "".
+        alt: text for screen readers.
+        area: a family, with "map-" before it for a map of differences.
+        width: pixels.
+        height: pixels.
     """
 
     src: str
@@ -80,10 +80,10 @@ class Pictures:
     """Everything shown.
 
     Attributes:
-        cases: The images of the best, median and worst prompt.
-        gallery: Small images of further prompts.
-        scale: Difference at which maps are brightest, in levels of 255.
-        missing: Files that couldn't be read.
+        cases: the images of the best, median and worst prompt.
+        gallery: small images of further prompts.
+        scale: difference at which maps are brightest, in levels of 255.
+        missing: files that couldn't be read.
     """
 
     cases: Sequence[Case]
@@ -96,9 +96,9 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
     """Load the images that the page shows.
 
     Args:
-        results: The results.
-        chosen: The rows to show next to each other.
-        folder: The folder that holds the runs of the rows.
+        results: the results.
+        chosen: the rows to show next to each other.
+        folder: the folder that holds the runs of the rows.
 
     Returns:
         The images; `missing` lists files that can't be read.

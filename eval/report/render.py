@@ -70,15 +70,15 @@ def render(results: Results, out: Path) -> Path:
     """Write report.html into `out`, whole or not at all.
 
     Args:
-        results: The results; rows that are missing or not measured are reported as such.
-        out: The folder that holds the runs of the rows. The report names images that can't be read.
+        results: the results; rows that are missing or not measured are reported as such.
+        out: the folder that holds the runs of the rows. The report names images that can't be read.
 
     Returns:
         The path of report.html.
 
     Raises:
-        UserError: If `out` can't be written.
-        MachineError: If the disk is full, for example.
+        UserError: `out` can't be written.
+        MachineError: the disk is full, for example.
     """
     chosen = focus(results)
     page = _PAGES.get_template("report.html.j2").render(_context(results, chosen, out))

@@ -18,13 +18,13 @@ class Focus:
     """The choices that headline, plot and pictures share; None if the results have no such thing.
 
     Attributes:
-        baseline: The baseline.
-        mame: The row of the headline.
-        rival: The row of others that is nearest to the baseline.
-        fastest: The fastest row of others.
-        speed: The metric of how many times as fast as the baseline a row is.
-        latency: The cost metric next to it, in seconds or per second.
-        closeness: The fidelity metric that orders the images: LPIPS, or else the first measured
+        baseline: the baseline.
+        mame: the row of the headline.
+        rival: the row of others that is nearest to the baseline.
+        fastest: the fastest row of others.
+        speed: the metric of how many times as fast as the baseline a row is.
+        latency: the cost metric next to it, in seconds or per second.
+        closeness: the fidelity metric that orders the images: LPIPS, or else the first measured
             one.
     """
 

@@ -23,13 +23,13 @@ class Cell:
 
     Attributes:
         kind: "value", "withheld", "self" (the baseline against itself) or "absent".
-        text: What it shows.
-        mean: The value.
-        interval: Its interval as text.
-        p: Its p-value as text.
-        against: Name of the row that p compares with.
-        note: Why a value is missing, or how many equal images it excludes.
-        footnote: What is too long for a cell.
+        text: what it shows.
+        mean: the value.
+        interval: its interval as text.
+        p: its p-value as text.
+        against: name of the row that p compares with.
+        note: why a value is missing, or how many equal images it excludes.
+        footnote: what is too long for a cell.
         best: True if it is the best of its column.
         partial: True if it excludes equal images.
     """

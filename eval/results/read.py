@@ -18,7 +18,7 @@ def parse(results: Mapping[str, Any]) -> Results:
     """Check the content of results.json by the types of the schema.
 
     Raises:
-        UserError: If an entry is missing or of another type; the message names it.
+        UserError: an entry is missing or of another type; the message names it.
     """
     checked: Results = _read(Results, results, "")
     return checked

@@ -54,20 +54,20 @@ class Value:
     """One measured value, or the reason why it is withheld.
 
     Attributes:
-        mean: The value. If None, it is withheld or wasn't measured.
-        low: Lower end of its interval, if it has one.
-        high: Upper end of its interval, if it has one.
-        n: Number of images or rounds.
+        mean: the value. If None, it is withheld or wasn't measured.
+        low: lower end of its interval, if it has one.
+        high: upper end of its interval, if it has one.
+        n: number of images or rounds.
         p: P-value of the comparison with the row `against`.
-        against: Name of a row.
-        withheld: Why there is no value.
-        equal: Number of images that equal the baseline's; `mean` excludes them.
-        std: Standard deviation over `splits` parts of the images.
-        splits: Number of parts.
-        cap: Largest possible value.
-        warning: What must be said with the value because it may mislead.
-        note: What else must be said with it.
-        difference: Difference from the row `against`, or from the other run.
+        against: name of a row.
+        withheld: why there is no value.
+        equal: number of images that equal the baseline's; `mean` excludes them.
+        std: standard deviation over `splits` parts of the images.
+        splits: number of parts.
+        cap: largest possible value.
+        warning: what must be said with the value because it may mislead.
+        note: what else must be said with it.
+        difference: difference from the row `against`, or from the other run.
     """
 
     mean: float | None = None
@@ -125,17 +125,17 @@ class MethodResult:
     """One method: a line of the tables, filled in as it is measured.
 
     Attributes:
-        name: Name of the row.
-        family: Family of the row.
-        label: Label for tables.
+        name: name of the row.
+        family: family of the row.
+        label: label for tables.
         default: True if it is our default.
-        config: Its settings as JSON values; a resumed benchmark reuses only rows of equal settings.
-        run: Its folder relative to that of results.json, or None.
-        reason: Why it isn't measured.
+        config: its settings as JSON values; a resumed benchmark reuses only rows of equal settings.
+        run: its folder relative to that of results.json, or None.
+        reason: why it isn't measured.
         measured: True if it is measured.
-        values: Values by metric.
-        per_image: Values by metric and image.
-        solved: For a rival at another row's FLOPs: the target, the knob, and the FLOPs that it
+        values: values by metric.
+        per_image: values by metric and image.
+        solved: for a rival at another row's FLOPs: the target, the knob, and the FLOPs that it
             gave.
     """
 
@@ -193,18 +193,18 @@ class Results:
     """All results of a benchmark so far; a report is made from them alone.
 
     Attributes:
-        suite: Name of the suite.
-        manifest: What the figures depend on, as JSON values.
-        metrics: The metrics in the order of columns.
-        rows: The rows.
-        created: The time, in ISO 8601.
-        pictures: What the images of each run are of.
-        gates: The sanity checks.
-        reference: Name of the set that quality is measured against.
-        reference_n: Number of its images.
-        notes: Lines for the report.
-        kind: What was measured.
-        sensitivity: Whether the model and the prompts can distinguish methods.
+        suite: name of the suite.
+        manifest: what the figures depend on, as JSON values.
+        metrics: the metrics in the order of columns.
+        rows: the rows.
+        created: the time, in ISO 8601.
+        pictures: what the images of each run are of.
+        gates: the sanity checks.
+        reference: name of the set that quality is measured against.
+        reference_n: number of its images.
+        notes: lines for the report.
+        kind: what was measured.
+        sensitivity: whether the model and the prompts can distinguish methods.
     """
 
     suite: str

@@ -30,13 +30,13 @@ class Rival:
     """A way to merge keys and values, or tokens, in the layers in which ours would merge.
 
     Attributes:
-        name: Name in the run's settings.
-        make: A function of `plans.py` that takes `settings`, or a class such as `ToMA`, of which
+        name: name in the run's settings.
+        make: a function of `plans.py` that takes `settings`, or a class such as `ToMA`, of which
             each layer has an object of its own, made with `settings`.
-        settings: Keyword arguments of `make`.
+        settings: keyword arguments of `make`.
         merge: "kv", or "qkv" for tokens that it restores after attention.
-        min_tokens: Layers with fewer tokens are not merged.
-        fit_queries: With "kv", number of queries to which the values of the rival's keys are
+        min_tokens: layers with fewer tokens are not merged.
+        fit_queries: with "kv", number of queries to which the values of the rival's keys are
             fitted.
         frames: True for a plan of videos alone, see `RivalLayer`.
     """
@@ -54,11 +54,11 @@ class Rival:
         """Merge by this rival for a `with` block.
 
         Args:
-            target: What `apply_mame` takes.
-            seed: Seed of what the rival draws.
+            target: what `apply_mame` takes.
+            seed: seed of what the rival draws.
 
         Raises:
-            ValueError: If nothing could merge.
+            ValueError: nothing could merge.
         """
         generators: dict[torch.device, torch.Generator] = {}
 

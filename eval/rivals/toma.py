@@ -21,8 +21,8 @@ class SoftPlan:
     """Merge and restore the tokens of each tile by a linear map.
 
     Args:
-        tiles: Places of the tokens of each tile [T, s].
-        shares: A of each sample and tile [B, T, k, s].
+        tiles: places of the tokens of each tile [T, s].
+        shares: a of each sample and tile [B, T, k, s].
     """
 
     def __init__(self, tiles: Tensor, shares: Tensor) -> None:
@@ -53,12 +53,12 @@ class ToMA:
     """Make the plans of one layer, which is called once in each step.
 
     Args:
-        share: Share of the tokens of each tile that are destinations.
-        side: Tokens along a side of a tile. A side of the image that it doesn't divide has one
+        share: share of the tokens of each tile that are destinations.
+        side: tokens along a side of a tile. A side of the image that it doesn't divide has one
             tile.
-        temperature: Temperature of the softmax over cosines.
-        choose_every: Number of steps for which destinations are kept.
-        assign_every: Number of steps for which A is kept.
+        temperature: temperature of the softmax over cosines.
+        choose_every: number of steps for which destinations are kept.
+        assign_every: number of steps for which A is kept.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ def facilities(similarity: Tensor, count: int) -> Tensor:
 
     Args:
         similarity: S [..., s, s], cosines.
-        count: Number of tokens to choose.
+        count: number of tokens to choose.
 
     Returns:
         The chosen tokens, LongTensor [..., count].

@@ -49,7 +49,7 @@ class ToMeSD:
     """Token Merging for Stable Diffusion (Bolya and Hoffman, 2023) as its package applies it.
 
     Attributes:
-        ratio: Share of the tokens that merge.
+        ratio: share of the tokens that merge.
     """
 
     ratio: float

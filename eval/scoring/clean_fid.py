@@ -35,11 +35,11 @@ class CleanFid:
     """The package's Inception and its distance.
 
     Attributes:
-        extract: Computes features [n, 2048] of a batch of images.
-        device: Where it computes.
-        name: Name and version of the package.
+        extract: computes features [n, 2048] of a batch of images.
+        device: where it computes.
+        name: name and version of the package.
         weights_hash: sha256 of its weights.
-        resize: How images are brought to its size.
+        resize: how images are brought to its size.
     """
 
     extract: Any
@@ -85,13 +85,13 @@ def load_clean_fid(device: torch.device, offline: bool = False) -> CleanFid:
     The file is TorchScript, which can run any code: only the published one is loaded.
 
     Args:
-        device: Where it computes.
-        offline: If True, nothing is fetched.
+        device: where it computes.
+        offline: if True, nothing is fetched.
 
     Raises:
-        UserError: If the package is missing, torchvision doesn't fit torch, or the weights are
+        UserError: the package is missing, torchvision doesn't fit torch, or the weights are
             missing while offline, are others, or can be changed by other people.
-        MachineError: If its weights are missing and can't be fetched.
+        MachineError: its weights are missing and can't be fetched.
     """
     try:
         from cleanfid.downloads_helper import check_download_inception

@@ -31,12 +31,12 @@ def pair_values(
     """Compute metrics of each pair, by metric and key.
 
     Args:
-        metrics: Metrics that need "pair".
-        pairs: The pairs.
-        tools: What computes them.
+        metrics: metrics that need "pair".
+        pairs: the pairs.
+        tools: what computes them.
 
     Raises:
-        UserError: If an image is broken, or if sizes differ within a pair or are too small for a
+        UserError: an image is broken, or sizes differ within a pair or are too small for a
             metric; the message names the file.
     """
     functions = {metric.name: _pairwise(metric, tools) for metric in metrics}
@@ -66,9 +66,9 @@ def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
     """Compute the CLIP score, which needs "image", for each image of a run.
 
     Args:
-        metric: The metric.
-        run: The run.
-        tools: What computes it.
+        metric: the metric.
+        run: the run.
+        tools: what computes it.
 
     Returns:
         Values by key.

@@ -23,12 +23,12 @@ class Reference:
     """A named set of images, or only its statistics.
 
     Attributes:
-        name: Its name.
-        count: Number of images; 0 if statistics don't say.
+        name: its name.
+        count: number of images; 0 if statistics don't say.
         digest: sha256 of its content, in any order.
-        statistics: Its statistics, or None.
+        statistics: its statistics, or None.
         hashes: sha256 of each image file.
-        files: The image files; empty for statistics.
+        files: the image files; empty for statistics.
     """
 
     name: str

@@ -23,10 +23,10 @@ class Run:
     """A finished run: it has every image that its manifest promises, and no other.
 
     Attributes:
-        folder: Its folder.
-        settings: As in manifest.json.
-        environment: As in manifest.json.
-        items: Images by key, in the order of the run's prompts.
+        folder: its folder.
+        settings: as in manifest.json.
+        environment: as in manifest.json.
+        items: images by key, in the order of the run's prompts.
         plain: True if it is a plain folder of images, without prompts and seeds.
     """
 
@@ -68,7 +68,7 @@ class Run:
         """Read a run folder.
 
         Raises:
-            UserError: If it is no run, if it isn't finished, or if its images and samples.jsonl
+            UserError: it is no run, it isn't finished, or its images and samples.jsonl
                 differ.
         """
         if not folder.is_dir():
@@ -94,10 +94,10 @@ class Pair:
     """Two images of one prompt, seed and repeat.
 
     Attributes:
-        key: Key of both images.
-        prompt_id: Id of the prompt.
-        a: The baseline's image.
-        b: The image that is compared with it.
+        key: key of both images.
+        prompt_id: id of the prompt.
+        a: the baseline's image.
+        b: the image that is compared with it.
     """
 
     key: str
@@ -110,7 +110,7 @@ def pair(a: Run, b: Run) -> list[Pair]:
     """Pair every image of `a` with the one of `b` that has its key, in the order of `a`.
 
     Raises:
-        UserError: If only one run has an image, or if prompts, negative prompts or seeds differ;
+        UserError: only one run has an image, or prompts, negative prompts or seeds differ;
             the message names the first one.
     """
     for one, other in ((a, b), (b, a)):

@@ -28,12 +28,12 @@ def measured(
     """Compute metrics of run `b`.
 
     Args:
-        a: The baseline.
-        b: The run.
-        pairs: Their images in pairs.
-        reference: The set that quality is measured against, or None.
-        metrics: The metrics.
-        tools: What computes them.
+        a: the baseline.
+        b: the run.
+        pairs: their images in pairs.
+        reference: the set that quality is measured against, or None.
+        metrics: the metrics.
+        tools: what computes them.
 
     Returns:
         By metric its value, and its values by image, which are empty for metrics of whole sets.
@@ -55,13 +55,13 @@ def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools
     """Compute the mean of per-image values with its interval; the note names the CLIP.
 
     Args:
-        metric: The metric.
-        values: Its values by key.
-        prompts: Prompt id of each key.
-        tools: What computed them.
+        metric: the metric.
+        values: its values by key.
+        prompts: prompt id of each key.
+        tools: what computed them.
 
     Raises:
-        UserError: If a value is NaN, which only broken weights give.
+        UserError: a value is NaN, which only broken weights give.
     """
     try:
         mean = Value(**mean_interval(values, prompts))
@@ -78,9 +78,9 @@ def cut_prompts(metrics: Sequence[Metric], run: Run, tools: Tools) -> tuple[int,
     """Count the prompts of which the CLIP score read only a part.
 
     Args:
-        metrics: The metrics that were computed.
-        run: The run.
-        tools: What computed them.
+        metrics: the metrics that were computed.
+        run: the run.
+        tools: what computed them.
 
     Returns:
         That number, and the number of the run's prompts, each counted once.

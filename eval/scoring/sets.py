@@ -33,14 +33,14 @@ def set_value(
     """Compute a metric of all images of a run.
 
     Args:
-        metric: The metric.
-        run: The run.
-        baseline: What metrics that need "sets" compare with.
-        reference: What metrics that need "set" compare with, or None.
-        tools: What computes them.
+        metric: the metric.
+        run: the run.
+        baseline: what metrics that need "sets" compare with.
+        reference: what metrics that need "set" compare with, or None.
+        tools: what computes them.
 
     Raises:
-        UserError: If a reference is missing, or if the metric can't use it.
+        UserError: a reference is missing, or the metric can't use it.
     """
     count = len(run.items)
     reason = too_few(metric, run, reference)

@@ -31,14 +31,14 @@ class Tools:
     """How and where metrics are computed.
 
     Attributes:
-        weights_dir: Folder that is searched first for weights. If None, the default one.
-        offline: If True, nothing is fetched.
-        fetch: Names of the networks whose weights may be fetched. If None, all.
-        device: Where networks compute.
-        clip: Name of a CLIP, or a folder that transformers saved.
-        fid_backend: What computes FID: "mame-sd" or "clean-fid".
-        on_progress: Called with the number of images done and of all images.
-        networks: The networks loaded so far, by `Metric.network` or "clean-fid"; an exception if
+        weights_dir: folder that is searched first for weights. If None, the default one.
+        offline: if True, nothing is fetched.
+        fetch: names of the networks whose weights may be fetched. If None, all.
+        device: where networks compute.
+        clip: name of a CLIP, or a folder that transformers saved.
+        fid_backend: what computes FID: "mame-sd" or "clean-fid".
+        on_progress: called with the number of images done and of all images.
+        networks: the networks loaded so far, by `Metric.network` or "clean-fid"; an exception if
             one can't be had.
     """
 

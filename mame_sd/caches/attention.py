@@ -33,7 +33,7 @@ class Attention:
         """Compute queries or keys of the layer's input, not rotated.
 
         Args:
-            hidden_states: The layer's input, [B, N, C].
+            hidden_states: the layer's input, [B, N, C].
             which: "q" for queries, "k" for keys.
 
         Returns:
@@ -89,7 +89,7 @@ class Attention:
         its logits.
 
         Raises:
-            ValueError: If they differ.
+            ValueError: they differ.
         """
         keys: list[Tensor] = []
         queries, places = _Queries(), torch.tensor([[0, 3, 11]], device="cpu")
@@ -143,9 +143,9 @@ def _adds_masks(run: Callable[[Tensor], Tensor], heads: int, hidden: Tensor) -> 
     """Return True if attention adds a mask of numbers to its logits, as biases of keys need.
 
     Args:
-        run: Returns the last token's output [1, C] under a mask [1, H, 3, 3].
+        run: returns the last token's output [1, C] under a mask [1, H, 3, 3].
         heads: H.
-        hidden: A tensor with the mask's dtype and device.
+        hidden: a tensor with the mask's dtype and device.
     """
 
     def under(*numbers: float) -> Tensor:
@@ -186,8 +186,8 @@ def attention_layers(model: nn.Module) -> list[Attention]:
     """Find the self-attention layers of a decoder that can be compressed, in order.
 
     Raises:
-        TypeError: If it isn't a transformers model.
-        ValueError: If no layer has a KV cache, or if an attention is unknown or can't take a mask.
+        TypeError: it isn't a transformers model.
+        ValueError: no layer has a KV cache, or an attention is unknown or can't take a mask.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None:

@@ -26,11 +26,11 @@ def with_fitted_values(
     """Return `kept` with fitted values and biases.
 
     Args:
-        view: The layer's whole cache.
-        kept: The keys that stay.
+        view: the layer's whole cache.
+        kept: the keys that stay.
         place: LongTensor [B, h, K], the index of each kept key in `view`.
-        queries: Reference queries, rotated, [B, H, N, D].
-        valid: Bool [B, N], False for queries at padding.
+        queries: reference queries, rotated, [B, H, N, D].
+        valid: bool [B, N], False for queries at padding.
     """
     g = queries.shape[1] // place.shape[1]  # heads of queries per head of keys
     parts = [

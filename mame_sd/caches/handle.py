@@ -31,11 +31,11 @@ class CacheHandle:
     """What `compress_cache` did.
 
     Attributes:
-        layers: Indices of the compressed layers.
-        passed_by: Indices of layers that aren't compressed because they attend to a window only.
-        tokens: For each compressed layer, the tokens seen and the mean number of keys per head that
+        layers: indices of the compressed layers.
+        passed_by: indices of layers that aren't compressed because they attend to a window only.
+        tokens: for each compressed layer, the tokens seen and the mean number of keys per head that
             stayed, at the last compression.
-        bytes: For each compressed layer, its bytes before and after the last compression.
+        bytes: for each compressed layer, its bytes before and after the last compression.
     """
 
     def __init__(self, keep: float, layers: Sequence[int], passed_by: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class CacheHandle:
 
     @property
     def keep(self) -> float:
-        """Share of the bytes that stays. A new value applies to later prompts."""
+        """Return the share of the bytes that stays. A new value applies to later prompts."""
         return self._keep
 
     @keep.setter
@@ -57,7 +57,7 @@ class CacheHandle:
 
     @property
     def compressing(self) -> bool:
-        """If False, caches stay as they are, for example while a text is scored after a prompt."""
+        """Return False if caches stay as they are, as while a text is scored after a prompt."""
         return self._compressing
 
     @compressing.setter
@@ -68,7 +68,7 @@ class CacheHandle:
 
     @property
     def idle(self) -> bool:
-        """True if prompts leave their caches as they are."""
+        """Return True if prompts leave their caches as they are."""
         return self.keep == 1 or not self.compressing
 
     def report(self) -> CacheReport:
@@ -137,24 +137,24 @@ def compress_cache(
     Caches that were made inside the block can only be used inside it.
 
     Args:
-        model: A causal language model with rotary positions, attention `sdpa` or `eager`, and a
+        model: a causal language model with rotary positions, attention `sdpa` or `eager`, and a
             dynamic cache.
-        keep: Share of the bytes that stays, in (0, 1]; 1 changes nothing. At least one key of each
+        keep: share of the bytes that stays, in (0, 1]; 1 changes nothing. At least one key of each
             layer stays. Lower values save more memory and time, and move the model's answers
             further from those of the full cache.
-        method: An object with `score` (`mame_sd.caches.selection`) or a `Selection`. If None, the
+        method: an object with `score` (`mame_sd.caches.selection`) or a `Selection`. If None, the
             default.
 
     Yields:
         The handle, whose report says what stayed.
 
     Raises:
-        TypeError: If `model` isn't a transformers model, or `method` isn't a method.
-        ValueError: If `keep` is out of range, or if the model, its attention or its cache can't be
+        TypeError: `model` isn't a transformers model, or `method` isn't a method.
+        ValueError: `keep` is out of range, or the model, its attention or its cache can't be
             compressed.
-        RuntimeError: If the installed transformers lacks a name that this relies on, or if another
+        RuntimeError: the installed transformers lacks a name that this relies on, or another
             thread gives the model a prompt.
-        NothingMergedError: If the block ends, forwards of several tokens ran, and no layer was
+        NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
             compressed.
     """
     compat.require("transformers")
@@ -226,8 +226,8 @@ class _Hook:
     """A hook on one layer of a model; on copies of the model it does nothing.
 
     Args:
-        call: What it calls.
-        count: Number of the hook's arguments, keywords included. If another thread adds or removes
+        call: what it calls.
+        count: number of the hook's arguments, keywords included. If another thread adds or removes
             a hook during a forward, torch omits the keyword arguments; the call belongs to no block
             of ours then and is ignored.
     """
@@ -374,14 +374,9 @@ def _view(
 
 
 def _real_tokens(mask: Tensor | None, samples: int, tokens: int) -> Tensor:
-    """Return the tokens that the newest token attends to, bool [B, N].
+    """Return the tokens, bool [B, N], that the newest token attends to under a mask [B, 1, Q, N].
 
     A sample that consists of padding counts as tokens, so that what is kept of it is finite.
-
-    Args:
-        mask: The layer's mask [B, 1, Q, N] or None.
-        samples: B.
-        tokens: N.
     """
     if mask is None:
         return torch.ones(samples, tokens, dtype=torch.bool, device="cpu")
@@ -405,10 +400,7 @@ def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
 def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
     """Return one layer of a cache, or None if it doesn't exist yet.
 
-    Args:
-        cache: The cache.
-        index: The index of the layer.
-        compressing: If True, refuse a cache that can't be compressed.
+    If `compressing`, refuse a cache that can't be compressed.
     """
     layers, name = getattr(cache, "layers", None), type(cache).__name__
     if layers is None:

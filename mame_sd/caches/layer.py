@@ -57,8 +57,8 @@ class CompressedLayer(DynamicLayer):
     from them.
 
     Args:
-        kept: What stays of the first `seen` tokens.
-        seen: Number of tokens that `kept` stands for.
+        kept: what stays of the first `seen` tokens.
+        seen: number of tokens that `kept` stands for.
     """
 
     def __init__(self, kept: Kept, seen: int) -> None:
@@ -76,7 +76,7 @@ class CompressedLayer(DynamicLayer):
         """Append keys and values [B, H, n, D], and return all that the layer holds.
 
         Raises:
-            ValueError: If called outside of compress_cache, where nothing masks the removed keys.
+            ValueError: called outside of compress_cache, where nothing masks the removed keys.
         """
         new = key_states.shape[-2]
         if self.compressed:
@@ -114,11 +114,11 @@ class CompressedLayer(DynamicLayer):
         """Make the additive mask of tokens that are about to come.
 
         Args:
-            full: The model's own mask over all tokens, bool or additive, [B, 1, new, seen + new].
+            full: the model's own mask over all tokens, bool or additive, [B, 1, new, seen + new].
                 If None, causal.
-            new: Number of coming tokens.
-            heads: Number of heads of queries.
-            dtype: Dtype of the result.
+            new: number of coming tokens.
+            heads: number of heads of queries.
+            dtype: dtype of the result.
 
         Returns:
             The mask [B, heads, new, K + new], or None if none is needed.
@@ -141,7 +141,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that the layer holds."""
+        """Return the bytes of all tensors that the layer holds."""
         parts = (getattr(self, name) for name in _PARTS)
         return sum(p.untyped_storage().nbytes() for p in parts if p is not None)
 
@@ -149,11 +149,11 @@ class CompressedLayer(DynamicLayer):
         """Remove the newest tokens, which must have come after the compression.
 
         Args:
-            tokens_to_remove: If negative, the number of tokens to remove; if positive, the number
+            tokens_to_remove: if negative, the number of tokens to remove; if positive, the number
                 of tokens of the sequence that stay.
 
         Raises:
-            ValueError: If compressed tokens would be removed, which can't be restored.
+            ValueError: compressed tokens would be removed, which can't be restored.
         """
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
         later = self.seen - self.compressed

@@ -54,7 +54,7 @@ class Selection:
     of an equal share. A subclass may shorten caches by its own steps.
 
     Attributes:
-        method: Scores the keys. If None, the attention of the prompt's own queries, moved to future
+        method: scores the keys. If None, the attention of the prompt's own queries, moved to future
             positions.
     """
 
@@ -94,9 +94,9 @@ class Selection:
         """Share the budget among layers, the largest gain of scores per byte first.
 
         Args:
-            views: The layers.
-            scored: What `score_layer` returned for them.
-            keep: Share of the bytes that stays.
+            views: the layers.
+            scored: what `score_layer` returned for them.
+            keep: share of the bytes that stays.
 
         Returns:
             The number of keys in each head, at least 1, LongTensor [layers, B].
@@ -125,9 +125,9 @@ class Selection:
         """Keep the keys with the highest scores, with fitted values.
 
         Args:
-            view: The layer.
-            layer: What `score_layer` returned for it.
-            length: Number of keys in each head, LongTensor [B].
+            view: the layer.
+            layer: what `score_layer` returned for it.
+            length: number of keys in each head, LongTensor [B].
         """
         kept, place = gather_keys(view, layer.scores, length)
         return with_fitted_values(view, kept, place, layer.queries, layer.valid)
@@ -139,9 +139,9 @@ def future_attention(view: CacheView, moved: Tensor, valid: Tensor) -> Tensor:
     A score is sqrt(mean of squared attention over queries and grouped heads) |v|.
 
     Args:
-        view: The layer.
-        moved: The prompt's own queries, rotated to future positions, [B, H, N, D].
-        valid: Bool [B, N], False for queries at padding.
+        view: the layer.
+        moved: the prompt's own queries, rotated to future positions, [B, H, N, D].
+        valid: bool [B, N], False for queries at padding.
 
     Returns:
         Scores [B, h, L].
@@ -157,13 +157,9 @@ def future_attention(view: CacheView, moved: Tensor, valid: Tensor) -> Tensor:
 
 
 def _fewer(queries: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Select at most `COUNT` of the queries, evenly spaced over the valid ones.
+    """Select at most `COUNT` of the queries [B, H, N, D], evenly spaced over the valid ones.
 
-    A sample gets the same queries in any batch.
-
-    Args:
-        queries: [B, H, N, D].
-        valid: Bool [B, N], the valid ones first.
+    `valid` is bool [B, N], with the valid ones first. A sample gets the same queries in any batch.
     """
     n = valid.sum(1, keepdim=True)
     most = n.clamp(min=1, max=COUNT)
@@ -198,8 +194,8 @@ def with_fixed_keys(scores: Tensor, view: CacheView, keep: float) -> Tensor:
 
     Args:
         scores: [B, h, L].
-        view: The layer.
-        keep: Share of the bytes that stays.
+        view: the layer.
+        keep: share of the bytes that stays.
     """
     scores = scores.float().clamp(-MOST, MOST)
     low = scores.nan_to_num(nan=MOST).amin()
@@ -215,9 +211,9 @@ def gather_keys(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, 
     """Gather the keys with the highest scores in each head, padded to the longest sample.
 
     Args:
-        view: The layer.
+        view: the layer.
         scores: [B, h, L].
-        length: Number of keys to gather, LongTensor [B].
+        length: number of keys to gather, LongTensor [B].
 
     Returns:
         The keys, and the index of each in `view`, [B, h, K].

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mame_sd.caches.layer import Kept
 
-BLOCK = 2**19  # logits computed at once: 2 MiB of fp32, which fits CPU caches
+BLOCK = 2**19  # logits that are computed together: 2 MiB of fp32, which fits CPU caches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class CacheView(Kept):
         """Return the newest `count` queries, rotated, and their tokens.
 
         Args:
-            count: If None, all queries at hand.
+            count: if None, all queries at hand.
 
         Returns:
             Queries [B, H, N, D], and slots [N].
@@ -61,8 +61,8 @@ class CacheView(Kept):
         """Move the prompt's queries to future positions.
 
         Args:
-            count: Largest number of queries, evenly spaced over all at hand.
-            ahead: Number of positions over which they are spread evenly.
+            count: largest number of queries, evenly spaced over all at hand.
+            ahead: number of positions over which they are spread evenly.
 
         Returns:
             Rotated queries [B, H, N, D], and bool [B, N], False at padding.
@@ -83,7 +83,7 @@ class CacheView(Kept):
         """Compute attention logits in fp32.
 
         Args:
-            queries: Rotated queries, [B, H, Q, D].
+            queries: rotated queries, [B, H, Q, D].
             slots: LongTensor [Q], the token of each query, which attends to no later key. If None,
                 the queries are future ones that attend to all keys.
 
@@ -112,7 +112,7 @@ class CacheView(Kept):
         return weights if self.real is None else torch.nan_to_num(weights)
 
     def blocks(self, queries: Tensor) -> Iterator[slice]:
-        """Yield slices of queries [B, H, Q, D] whose attention is computed at once."""
+        """Yield slices of queries [B, H, Q, D] whose attention is computed together."""
         step = max(1, BLOCK // (queries.shape[0] * queries.shape[1] * self.slots.shape[2]))
         return (slice(i, i + step) for i in range(0, queries.shape[2], step))
 

@@ -38,8 +38,8 @@ def apply_captioner(
     their order and positions. `remove_captioner` ends it.
 
     Args:
-        target: A model that contains one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
-        config: Settings, of which only `keep` may be set.
+        target: a model that contains one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
+        config: settings, of which only `keep` may be set.
         fields: `keep`, the share of the visual tokens that the language model reads, .25 by
             default.
 
@@ -47,9 +47,9 @@ def apply_captioner(
         The handle that changes, reports and removes this merging.
 
     Raises:
-        TypeError: If `config` is not a MaMeConfig.
-        RuntimeError: If the installed transformers lacks a name that merging needs.
-        ValueError: If there is no such model, a refused one or more than one, or if a setting is
+        TypeError: `config` is not a MaMeConfig.
+        RuntimeError: the installed transformers lacks a name that merging needs.
+        ValueError: there is no such model, a refused one or more than one, or a setting is
             invalid.
     """
     captioners = [(module, name) for module in target.modules() if (name := name_of(module))]

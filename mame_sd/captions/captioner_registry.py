@@ -57,7 +57,7 @@ def layer_of(model: Any) -> int:
     """Return the number of tower blocks before the hidden state that the language model reads.
 
     Raises:
-        ValueError: If it reads several hidden states.
+        ValueError: it reads several hidden states.
     """
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):
@@ -73,9 +73,9 @@ def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
     """Merge the tokens of a call's images after the tower.
 
     Args:
-        model: A model of a registered class.
+        model: a model of a registered class.
         inputs: `pixel_values`; for Qwen-VL also `image_grid_thw`, for LLaVA-NeXT `image_sizes`.
-        keep: Share of an image's tokens that stays. LLaVA-NeXT's tokens for new lines all stay.
+        keep: share of an image's tokens that stays. LLaVA-NeXT's tokens for new lines all stay.
 
     Returns:
         One `Image` per image of the call.
@@ -117,7 +117,7 @@ def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
         axis and the call has no positions.
 
     Raises:
-        ValueError: If the model needs to be told which tokens are image tokens, and isn't.
+        ValueError: the model needs to be told which tokens are image tokens, and isn't.
     """
     positions: Tensor | None = call.get("position_ids")
     index = getattr(model.model, "get_rope_index", None)
@@ -143,10 +143,10 @@ def _with_lines(model: Any, spots: Tensor, features: Tensor, stay: Tensor) -> Im
     """Insert the model's tokens for new lines among the features of an image that stay.
 
     Args:
-        model: A LLaVA-NeXT.
-        spots: For each of the image's tokens [L], its feature's index, or LINE for a new line.
-        features: Features that stay, [k, C].
-        stay: Their places [k] among the tokens that aren't new lines.
+        model: a LLaVA-NeXT.
+        spots: for each of the image's tokens [L], its feature's index, or LINE for a new line.
+        features: features that stay, [k, C].
+        stay: their places [k] among the tokens that aren't new lines.
     """
     from accelerate.utils import align_module_device
 

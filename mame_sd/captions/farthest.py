@@ -21,8 +21,8 @@ def farthest_first(similarity: Tensor, count: int) -> Tensor:
     farthest from those chosen before.
 
     Args:
-        similarity: Similarity of all pairs, [B, L, L].
-        count: Number of tokens that stay, from 1 to L.
+        similarity: similarity of all pairs, [B, L, L].
+        count: number of tokens that stay, from 1 to L.
 
     Returns:
         LongTensor [B, count] of positions in ascending order.
@@ -43,11 +43,11 @@ def merged(x: Tensor, like: Tensor | None, keep: float) -> tuple[Tensor, Tensor]
     """Merge visual tokens into those that stay.
 
     Args:
-        x: Vectors as wide as the language model, [B, L, C]. The tokens that stay are chosen by
+        x: vectors as wide as the language model, [B, L, C]. The tokens that stay are chosen by
             them.
-        like: The tower's tokens, [B, L, d], by which each other token finds the nearest one that
+        like: the tower's tokens, [B, L, d], by which each other token finds the nearest one that
             stays. If None, x.
-        keep: Share of the tokens that stays, rounded to a whole number of at least one.
+        keep: share of the tokens that stays, rounded to a whole number of at least one.
 
     Returns:
         Features [B, k, C] and their positions, LongTensor [B, k].

@@ -19,8 +19,8 @@ class CaptionHandle(Handle[MaMeConfig]):
     """Merging as applied to one LLaVA or Qwen-VL, made by `apply_captioner`.
 
     Attributes:
-        model: The model.
-        shortener: What shortens the prompts of its calls.
+        model: the model.
+        shortener: what shortens the prompts of its calls.
     """
 
     def __init__(self, model: nn.Module, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
@@ -35,12 +35,12 @@ class CaptionHandle(Handle[MaMeConfig]):
 
     @property
     def config(self) -> MaMeConfig:
-        """Current settings, of which only `keep` is used; `set` changes them."""
+        """Return the current settings, of which only `keep` is used; `set` changes them."""
         return self._settings
 
     @property
     def installed(self) -> bool:
-        """True if this handle's merging is on the model."""
+        """Return True if this handle's merging is on the model."""
         patch = patch_on(self.model)
         return patch is not None and any(one.shortener is self.shortener for one in patch.slots)
 
@@ -74,7 +74,7 @@ class CaptionHandle(Handle[MaMeConfig]):
         """Put merging back after `remove`, or replace that of a later handle.
 
         Raises:
-            ValueError: If another tool has replaced `forward` or `generate`, or if the vision tower
+            ValueError: another tool has replaced `forward` or `generate`, or the vision tower
                 merges by itself.
         """
         if has_encoder_hooks(self.model):

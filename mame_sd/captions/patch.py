@@ -54,8 +54,8 @@ class ModelPatch:
     A copy of the model keeps what `apply_mame` put there, but no block's merging.
 
     Attributes:
-        base: The slot of every thread that isn't in a block.
-        blocks: The slots of open blocks.
+        base: the slot of every thread that isn't in a block.
+        blocks: the slots of open blocks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,12 +69,12 @@ class ModelPatch:
 
     @property
     def slot(self) -> Slot:
-        """Slot of this thread or task: its innermost block on this model, or else the base."""
+        """Return the slot of this task: its innermost block on this model, or else the base."""
         return next((one for one in reversed(_OPEN.get()) if one in self.blocks), self.base)
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots."""
+        """Return all slots."""
         return [self.base, *self.blocks]
 
     def leave(self) -> None:
@@ -137,8 +137,8 @@ class ModelPatch:
         """Return what merges a call's images in this thread; None if it has none or nothing merges.
 
         Raises:
-            RuntimeError: If no merging belongs to this thread while another thread's block is open.
-            ValueError: If nothing merges, but the call's cache holds merged prompts.
+            RuntimeError: no merging belongs to this thread while another thread's block is open.
+            ValueError: nothing merges, but the call's cache holds merged prompts.
         """
         shortener = None
         if has_images(call):
@@ -191,19 +191,17 @@ def attach(shortener: PromptShortener) -> None:
     """Use `shortener` from now on: in the block that this thread is in, or else for all threads.
 
     Raises:
-        ValueError: If another tool has replaced `forward` or `generate`.
+        ValueError: another tool has replaced `forward` or `generate`.
     """
     with _CHANGES:
         _placed(shortener.model).slot.shortener = shortener
 
 
 def detach(module: nn.Module, shortener: PromptShortener | None = None) -> None:
-    """Stop using `shortener` everywhere.
+    """Stop using `shortener` everywhere in a model.
 
-    Args:
-        module: The model.
-        shortener: If None, stop what merges in the block that this thread is in, or else what
-            merges for all threads.
+    If None, stop what merges in the block that this thread is in, or else what merges for all
+    threads.
     """
     patch = patch_on(module) or patch_on(module, "generate")  # a tool may have wrapped forward
     if patch is None:

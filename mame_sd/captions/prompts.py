@@ -19,7 +19,7 @@ class Image:
     Attributes:
         features: [k, C], in the order of their places.
         places: LongTensor [k], their indices among the image tokens of an unmerged prompt.
-        unmerged: Number of image tokens that the unmerged prompt has for this image.
+        unmerged: number of image tokens that the unmerged prompt has for this image.
     """
 
     features: Tensor
@@ -33,22 +33,14 @@ class Shortened:
 
     Attributes:
         rows: LongTensor [B, L'], their indices in order; 0 at padding.
-        real: Bool [B, L'], False at padding.
+        real: bool [B, L'], False at padding.
     """
 
     rows: Tensor
     real: Tensor
 
     def of(self, values: Tensor, padding: int = 0) -> Tensor:
-        """Select the values that stay.
-
-        Args:
-            values: [..., B, L] or [..., 1, L].
-            padding: The value at padding.
-
-        Returns:
-            Values [..., B, L'].
-        """
+        """Select the values [..., B, L'] that stay, of [..., B, L] or [..., 1, L]."""
         rows = self.rows.expand(*values.shape[:-2], -1, -1)
         values = values.expand(*values.shape[:-2], len(self.rows), -1)
         return values.gather(-1, rows).masked_fill(~self.real, padding)
@@ -58,13 +50,13 @@ def shortened(ids: Tensor, mask: Tensor | None, token: int, images: list[Image])
     """Find the tokens of prompts that stay.
 
     Args:
-        ids: Prompts as the processor wrote them, [B, L].
+        ids: prompts as the processor wrote them, [B, L].
         mask: [B, L], 0 at padding, or None if there is none.
-        token: The id of image tokens.
-        images: The images in the order of the prompts.
+        token: the id of image tokens.
+        images: the images in the order of the prompts.
 
     Raises:
-        ValueError: If the prompts have another number of image tokens than the images.
+        ValueError: the prompts have another number of image tokens than the images.
     """
     slots, unmerged = ids == token, sum(image.unmerged for image in images)
     check_count(int(slots.sum()), images)
@@ -98,12 +90,12 @@ def images_by_prompt(ids: Tensor, token: int, images: list[Image]) -> list[list[
     """Assign images to prompts by the number of image tokens in each.
 
     Args:
-        ids: Prompts as the processor wrote them, [B, L].
-        token: The id of image tokens.
-        images: The images in the order of the prompts.
+        ids: prompts as the processor wrote them, [B, L].
+        token: the id of image tokens.
+        images: the images in the order of the prompts.
 
     Raises:
-        ValueError: If the prompts have another number of image tokens than the images.
+        ValueError: the prompts have another number of image tokens than the images.
     """
     counts = (ids == token).sum(1).tolist()
     check_count(sum(counts), images)

@@ -75,7 +75,7 @@ class Removed:
 
     Attributes:
         length: L, their tokens as the processor wrote them.
-        real: Bool [B, L'], False at padding among the remaining tokens. If None, no token was
+        real: bool [B, L'], False at padding among the remaining tokens. If None, no token was
             removed.
         after: LongTensor [B], the position of the first token after each prompt.
     """
@@ -89,11 +89,11 @@ class PromptShortener:
     """Shorten the prompts in the calls of one model.
 
     Args:
-        model: A model of a registered class.
-        see: Returns the merged images of a call that has `pixel_values`.
+        model: a model of a registered class.
+        see: returns the merged images of a call that has `pixel_values`.
 
     Attributes:
-        active: If False, calls run as without merging.
+        active: if False, calls run as without merging.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[dict[str, Any]], list[Image]]) -> None:
@@ -122,9 +122,9 @@ class PromptShortener:
         """Run a call whose prompts contain images.
 
         Args:
-            original: The model's own forward.
-            call: Its arguments by name.
-            images: The merged images. If None, they are computed from the call's `pixel_values`.
+            original: the model's own forward.
+            call: its arguments by name.
+            images: the merged images. If None, they are computed from the call's `pixel_values`.
 
         Returns:
             The output of `original` on shortened prompts; its cache records what was removed.
@@ -262,9 +262,7 @@ def check_generate(model: Any, call: dict[str, Any]) -> None:
 def check_empty(cache: Any, merged: bool = False) -> None:
     """Raise ValueError if a cache holds tokens.
 
-    Args:
-        cache: The cache or None.
-        merged: If True, refuse only a cache that a merged call filled.
+    If `merged`, refuse only a cache that a merged call filled.
     """
     if cache is None or (merged and not hasattr(cache, _REMOVED)) or not cache.get_seq_length():
         return

@@ -1,7 +1,7 @@
 """Define the commands of ``mame-sd``.
 
 Commands import their bodies, torch and diffusers only after cheap checks, so that help and errors
-come at once.
+appear immediately.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Output:
 
 
 _DEFAULT = Output()
-OUTPUT: ContextVar[Output] = ContextVar("output", default=_DEFAULT)  # of the command under way
+OUTPUT: ContextVar[Output] = ContextVar("output", default=_DEFAULT)  # of the running command
 
 
 class Bar:
@@ -44,7 +44,7 @@ class Bar:
 
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` are finished."""
-        if total != self._total:  # those of an earlier call took no time in this one
+        if total != self._total:  # images of an earlier call took no time in this one
             self._before = done
         self._done, self._total = done, total
         self._show(done, "")
@@ -83,9 +83,7 @@ def _duration(seconds: float) -> str:
 def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
     """Return a context with a `Bar` that shows progress on stderr.
 
-    Args:
-        unit: what is counted, in the plural.
-        shown: if False, this process shows nothing.
+    `unit` says what is counted, in the plural. If not `shown`, this process shows nothing.
     """
     from rich import progress as rich
 
@@ -101,7 +99,7 @@ def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
 
 @contextmanager
 def doing(what: str, shown: bool = True) -> Iterator[None]:
-    """Name on stderr what takes a while: at once on a terminal, elsewhere after `FIRST_LINE` s."""
+    """Print on stderr what is running, immediately on a terminal, else after `FIRST_LINE` s."""
     console = _stderr(shown)
     timer = threading.Timer(FIRST_LINE, say, [f"{what} ..."])
     timer.daemon = True

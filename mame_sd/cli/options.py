@@ -57,9 +57,7 @@ class Group(_PlainHelp, TyperGroup):
 def program(name: str, about: str) -> typer.Typer:
     """Return a program without commands, which has --version and shows its help by default.
 
-    Args:
-        name: name of the console script.
-        about: help text.
+    `name` is that of the console script, and `about` the help text.
     """
 
     def print_version(wanted: bool) -> None:

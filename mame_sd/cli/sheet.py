@@ -1,4 +1,4 @@
-"""Draw sheets, images in rows and columns with lines of text, and those of ``mame-sd sheet``.
+"""Draw sheets (images in rows and columns with lines of text), and run ``mame-sd sheet``.
 
 Nothing here imports torch.
 """
@@ -115,11 +115,10 @@ def _open(path: Path) -> Image.Image:
 
 
 def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
-    """Draw all cells on white; a column is as wide as its widest cell, and lines are cut to fit.
+    """Draw rows of cells, which may differ in length, on white.
 
-    Args:
-        rows: rows of cells, which may differ in length.
-        title: line above all rows, in large type.
+    A column is as wide as its widest cell, and lines are cut to fit. The title is above all rows,
+    in large type.
     """
     columns = max(len(row) for row in rows)
     widths = [max(row[i].image.width for row in rows if i < len(row)) for i in range(columns)]

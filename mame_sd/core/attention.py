@@ -92,15 +92,10 @@ def attention(
 def _check_tensors(
     q: Tensor, k: Tensor, v: Tensor, size: tuple[int, ...], before: int, after: int
 ) -> None:
-    """Raise ValueError if queries, keys and values don't fit one another.
+    """Raise ValueError if queries, keys and values don't fit one another or a grid of `size`.
 
-    Args:
-        q: queries [B, H, Q, D].
-        k: keys [B, H', N, D].
-        v: values [B, H', N, D'].
-        size: sides of the grid of tokens.
-        before: number of tokens before the grid.
-        after: number of tokens after the grid.
+    Tensors are [B, H, Q, D], [B, H', N, D] and [B, H', N, D']. `before` and `after` are the numbers
+    of tokens before and after the grid.
     """
     tokens = torch.Size(size).numel()
     count = before + tokens + after
@@ -191,15 +186,7 @@ def _checked(
 ) -> tuple[int, ...]:
     """Return the sides of the grid, or raise ValueError for arguments that `attention` can't take.
 
-    Args:
-        grid: (h, w) or (t, h, w) of the image's tokens.
-        before: number of tokens before the image's.
-        after: number of tokens after the image's.
-        keep: share of the image's keys to keep.
-        options: fields of `KeyMerging`.
-
-    Returns:
-        The sides of the grid as integers.
+    `options` are fields of `KeyMerging`. All other arguments are those of `attention`.
     """
     if torch.compiler.is_compiling():  # an eager call has checked the arguments before
         return tuple(int(side) for side in grid)

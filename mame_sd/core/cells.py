@@ -175,18 +175,10 @@ def _strips(rows: int, columns: int, tokens: int) -> int | None:
 
 
 def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:
-    """Return the number of cells down and across in a tile of this height and width.
+    """Return the number of cells (down, across) in a tile of mean height and width in tokens.
 
     The share of destinations is as near to `keep` as possible. Among counts that are about equally
     near, the most square cells win.
-
-    Args:
-        high: mean height of a tile in tokens.
-        wide: mean width of a tile in tokens.
-        keep: share of the tokens that are destinations.
-
-    Returns:
-        The number of cells (down, across), each at least 1.
     """
     highest, widest = max(1, math.floor(high)), max(1, math.floor(wide))
     wanted = keep * high * wide
@@ -206,15 +198,9 @@ def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:
 
 
 def _places(side: int, tiles: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Map each of `side` rows to its tile and to its cell within the tile.
+    """Map `side` rows to their tiles and to the cells within these, each a LongTensor [side].
 
-    Args:
-        side: number of rows.
-        tiles: number of tiles, all as equally long as possible.
-        cells: number of cells in each tile, balanced in the same way.
-
-    Returns:
-        Tiles and cells, each a LongTensor [side].
+    Tiles, and the cells of each tile, are as equally long as possible.
     """
     at = torch.arange(side)
     tile = at * tiles // side

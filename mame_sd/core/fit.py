@@ -21,9 +21,9 @@ from mame_sd.core.groups import matmul_fp32
 SDPA = private("torch", "torch._C:_nn", "scaled_dot_product_attention")
 RIDGE = 0.1  # relative to the mean diagonal of A A^T
 SIZE_RIDGE = 1e-3  # relative to the mean square of the queries
-# Relative rounding error of an attention output, by dtype. If queries attend to the text alone, the
-# error of merged keys is below it, and must not be divided by the small weights of these keys. The
-# same applies in fp64, where values would fit these queries and spoil all others.
+# Relative rounding error of an attention output, by dtype. If queries attend almost only to the
+# text, merged keys have small weights, and what they lack is below this error: dividing it by the
+# weights would amplify noise. In fp64 too, a closer fit to these queries would spoil all others.
 NOISE = {torch.float64: 3e-6, torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 ROOM = 0.25  # share of the values' range by which fitted values may exceed it on either side
 HALF_MAX = 65504  # largest fp16 number

@@ -300,13 +300,8 @@ class MergeJob:
     def _in_place(self, output: Tensor, first: int, axis: int) -> Tensor:
         """Scatter computed queries to their positions. All other queries of the image are zero.
 
-        Args:
-            output: attention of the selected queries.
-            first: position of the image's first query.
-            axis: dimension of the queries in `output`.
-
-        Returns:
-            The output of all queries.
+        `axis` is the dimension of the queries in `output`, and `first` the position of the image's
+        first query.
         """
         assert self.rows is not None
         count, tokens = self.rows.shape[1], torch.Size(self.grids[0].size).numel()

@@ -20,9 +20,8 @@ from mame_sd.core.cells import Cells
 from mame_sd.core.fit import fit_values, sized_keys
 from mame_sd.core.groups import Groups, group_tokens, make_cells, no_autocast, unreadable
 
-UNMERGED_SHARE = (
-    0.125  # share of the kept keys that stay as they are: the farthest from all destinations
-)
+# Share of the kept keys that stay as they are: the farthest from all destinations.
+UNMERGED_SHARE = 0.125
 
 
 class Grid(NamedTuple):
@@ -130,36 +129,37 @@ def merge_keys(
     image, by_key = slice(first_query, first_query + tokens), None
     if attn_mask is not None:
         attn_mask, by_key = _of_keys(attn_mask, q, k.shape[2])
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     with no_autocast(q):
         averages = _average(k, v, grids, options, choice, by_key, count > 0)
         key, value, log_sizes, columns, groups = averages
-        own_bias = bias = log_sizes[:, None, None] if size_bias else None
-        at, rows = groups[0].queries, attn_mask
-        few = at[: max(1, count * k.shape[1] // q.shape[1])]
+        bias = fit_bias = log_sizes[:, None, None] if size_bias else None
+        drawn, fit_mask = groups[0].queries, attn_mask
+        few = drawn[: max(1, count * k.shape[1] // q.shape[1])]
         if attn_mask is not None:
             zero = log_sizes.new_zeros(()) if bias is None else bias
             if columns is not None:
                 masked = zero + columns[:, None, None]
             else:
                 masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
-            own_bias = bias = masked
-            if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
-                rows, own_bias = (
+            bias = fit_bias = masked
+            if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:  # a row for each query
+                fit_mask, fit_bias = (
                     t[..., image, :].index_select(-2, few) for t in (attn_mask, masked)
                 )
         if count or not size_bias:
-            some = q[:, :, image].index_select(2, few if size_bias else at)
-        by = q.shape[-1] ** -0.5 if scale is None else scale
-        if not size_bias and by:
+            some = q[:, :, image].index_select(2, few if size_bias else drawn)
+        if not size_bias and scale:
             others = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
-            key = sized_keys(key, some, others, log_sizes, by)
+            key = sized_keys(key, some, others, log_sizes, scale)
         if count:
             after = k.shape[2] - grids[-1].start - groups[-1].tokens_in
             merged = grids[0].start, key.shape[2] - after
             some = some[:, :, : len(few)]
             if by_key is not None:  # hidden values must not change the result
                 v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)
-            value = fit_values(some, (k, v), (key, value), own_bias, rows, by, merged)
+            value = fit_values(some, (k, v), (key, value), fit_bias, fit_mask, scale, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
@@ -263,14 +263,9 @@ def _same_for_all(mask: Tensor) -> bool:
 def _of_keys(mask: Tensor, q: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
     """Reduce a mask that is the same for all queries and heads to one row.
 
-    Args:
-        mask: boolean or added to the logits, broadcast to [B, H, Q, N].
-        q: queries [B, H, Q, D].
-        length: N, the number of keys.
-
     Returns:
-        The mask [.., 1, N] and the numbers [B, N] that it adds to the logits, in fp32 at least. Any
-        other mask is returned as it is, with None.
+        The mask [.., 1, N] and the numbers [B, N] that it adds to the logits of the `length` keys,
+        in fp32 at least. Any other mask is returned as it is, with None.
     """
     if not _same_for_all(mask) or mask.shape[-1] == 1:
         return mask, None
@@ -316,20 +311,10 @@ def _seen_means(
 def _with_mask(
     bias: Tensor, mask: Tensor, grids: Sequence[Grid], groups: Sequence[Groups], length: int
 ) -> Tensor:
-    """Add a mask to the bias of the kept keys.
+    """Add a mask [.., N] to the bias [B, .., K] of the kept keys.
 
     All tokens of a group share one column of the mask (`unlike`), so that each kept key takes the
-    column at its own position.
-
-    Args:
-        bias: [B, .., K], the bias of the kept keys.
-        mask: [.., N], boolean or added to the logits of all keys.
-        grids: the images among the keys.
-        groups: the groups of each grid.
-        length: N, the number of keys.
-
-    Returns:
-        The bias with the mask, [B, .., K].
+    column at its own position. `length` is N.
     """
     if mask.shape[-1] > 1:
         mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)

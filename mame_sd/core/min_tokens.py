@@ -141,9 +141,6 @@ def kernel_of(device: torch.device, dtype: torch.dtype = torch.float32, width: i
         device: device of the tensors.
         dtype: dtype of queries, keys and values.
         width: width of a head.
-
-    Returns:
-        The kernel.
     """
     return Kernel(*_kernel(str(device), str(dtype), width))
 
@@ -169,9 +166,6 @@ def asked(device: str, dtype: str, width: int, allowed: tuple[bool, ...] = ()) -
         width: width of a head.
         allowed: for each fused kernel, True if the user allows it
             (`torch.nn.attention.sdpa_kernel`).
-
-    Returns:
-        The answers.
     """
     where = torch.device(device)
     there = where.type != "cuda" or _is_card(where)
@@ -228,9 +222,6 @@ def least_tokens(
         device: device of the tensors.
         dtype: dtype of queries, keys and values.
         width: width of a head.
-
-    Returns:
-        The number of tokens.
     """
     return kernel_of(device, dtype, width).least if given is None else given
 

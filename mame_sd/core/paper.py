@@ -153,9 +153,6 @@ def plan_tokens(
         seed: seed of a random partition.
         refine: see `fusion_weights`.
 
-    Returns:
-        The plan.
-
     Raises:
         ValueError: x has a wrong shape or dtype.
     """

@@ -10,9 +10,9 @@ regression on the inputs gives f everywhere:
 The result is exact on P. MaRe (arXiv 2604.13432) copies the output of a merged token instead, which
 is two to ten times as far from f (docs/restoring.md). Half of P is drawn, one token of each cell of
 the grid; the other half are the tokens that are farthest from these. The grid is cut into tiles of
-about `TILE_SIZE` x `TILE_SIZE` tokens, so that the cost of the fit grows with the number of tokens
-alone. Strips of whole rows, which need no permutation, are the tiles of an image whose rows divide
-so. They explain .5 % less of the variance of DINOv2's MLPs than squares do.
+about `TILE_SIZE` x `TILE_SIZE` tokens, so that the cost of the fit grows linearly with the number
+of tokens. Where the rows divide evenly, tiles are strips of whole rows, which need no permutation.
+They explain .5 % less of the variance of DINOv2's MLPs than squares do.
 
 Every sample of a batch is restored by itself. Nothing waits for the device, and all shapes are
 known before the call.
@@ -161,11 +161,11 @@ def choose_tokens(
         dtype = torch.promote_types(x.dtype, torch.float32)
         drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
         drawn = drawn[: cells.kept]
-        # Half of them in fp16, where a difference may leave the range: the kernel has no scale.
+        # In fp16 a difference may leave the range: halve it. Scaling x doesn't change the kernel.
         slots = cells.to_slots(x if x.dtype != torch.float16 else x / 2)  # [B, T * P, C]
         first = slots.index_select(1, drawn).view(batch * tiles, cell_count, channels)
         slots = slots.reshape(batch * tiles, width, channels)
-        # Relative to one of them: what all tokens have in common would hide small distances.
+        # Subtract the first token of each tile: a large common part would hide small distances.
         slots, first = slots - first[:, :1], first - first[:, :1]
         own = (drawn % width).view(tiles, cell_count)  # places in a tile
         own = own.expand(batch, -1, -1).reshape(-1, cell_count)
@@ -174,7 +174,7 @@ def choose_tokens(
         halves = squares.gather(1, own).unsqueeze(1)
         dots = matmul_fp32(slots, first.transpose(1, 2))
         nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares)
-        if cells.pad is not None:  # before those that are chosen already, which come once alone
+        if cells.pad is not None:  # choose padding last, but never a drawn token again
             pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
             nearest.masked_fill_(pad, -torch.finfo(dtype).max)
         nearest.scatter_(1, own, -torch.inf)
@@ -214,9 +214,9 @@ def _weights(
     eye = cached_tensors(_eye, count, gram.dtype, gram.device).expand_as(gram)
     factor = torch.linalg.cholesky_ex(gram)[0]
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
-    # In this order: the product of the inverses first would lose 4 of fp32's 24 bits.
+    # Multiply from the left: the inverse of the whole matrix would lose 4 of fp32's 24 bits.
     weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
-    # With the mean of the f_P taken off and put back, rows sum to 1.
+    # Subtracting the mean of the f_P and adding it again makes rows sum to 1.
     excess = weights.sum(-1, keepdim=True) - 1
     weights.sub_(excess, alpha=1 / count)
     return weights.to(dtype).scatter_(1, rows, eye.to(dtype)), inverse

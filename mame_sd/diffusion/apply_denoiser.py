@@ -88,9 +88,6 @@ def apply_mame(
             `mame_sd.attention`, from (q, k, v) of [B, H, N, D]. It needs `keep`.
         fields: fields of MaMeConfig, over those of `config`.
 
-    Returns:
-        The handle.
-
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser, or `kernel` can't be
             called.
@@ -119,9 +116,6 @@ def build_handle(
         config: the settings.
         active: if False, the hooks don't merge until they are activated.
         kernel: see `apply_mame`.
-
-    Returns:
-        The handle.
 
     Raises:
         TypeError: as for `apply_mame`.
@@ -261,14 +255,8 @@ def _layer_of(
 ) -> AttentionAdapter | None:
     """Return an adapter of the module at `path`, or None if it can't merge.
 
-    Args:
-        path: path of the module in the model.
-        module: the module.
-        image: hook that notes the layout of the image around the module.
-        family: family of the model around the module.
-
-    Returns:
-        The adapter, or None.
+    `image` notes the layout of the image around the module, and `family` is that of the model
+    around it.
 
     Raises:
         ValueError: a MaMeAttnProcessor is installed on the module.
@@ -299,14 +287,6 @@ def _is_unknown(path: str, module: nn.Module, family: Family) -> bool:
     """Return True if `module` is attention within an image's model that no family describes.
 
     Cross-attention, which never merges, is recognised by its class's name.
-
-    Args:
-        path: path of the module in the model.
-        module: the module.
-        family: family of the model around the module.
-
-    Returns:
-        True if it is unknown.
     """
     kind = type(module).__name__
     if not kind.endswith("Attention") or "Cross" in kind or "Perceiver" in kind:

@@ -137,17 +137,16 @@ class Calibration:
         rules = {name: option.rule for name, option in self.choose(speed).items()}
         return self.base.replace(layers=rules, calibrated_for=self.described)
 
-    def text(self, speed: float, **about: Any) -> str:
+    def text(self, speed: float) -> str:
         """Return the settings for `speed` as JSON that `apply_mame` and `--config` accept.
 
-        All settings are in it, so that defaults of later versions don't change it. `about` holds
-        further entries that describe the settings.
+        All settings are in it, so that defaults of later versions don't change it.
         """
         config = {
             n: value for n, value in self.config(speed).to_dict().items() if value is not None
         }
-        said = {**self.about, "speed": speed, **about}
-        return json.dumps({**config, "about": said}, indent=1) + "\n"
+        about = {**self.about, "speed": speed}
+        return json.dumps({**config, "about": about}, indent=1) + "\n"
 
     def save(self, path: str | PathLike[str], speed: float) -> None:
         """Write the settings for `speed` to a file, see `text`."""
@@ -194,7 +193,7 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
     clock, base = clock_of(device_of(handle.root)), base_of(handle.config)
     forms = {number: base.replace(**FORMS[number]) for number in forms_of(handle)}
     for config in forms.values():
-        with handle.using(config):  # so that all hooks are there before the first call
+        with handle.using(config):  # installs all hooks before the first call
             pass
     blocks, stats = blocks_of(handle)
     rows: dict[str, list[Row]] = {}  # of the latest call
@@ -345,9 +344,6 @@ def calibrated(handle: MaMeHandle, found: Measurement, about: Mapping[str, Any])
         handle: the handle of the model.
         found: the measured numbers.
         about: description of the images, as JSON values.
-
-    Returns:
-        The calibration.
     """
     device, forward = device_of(handle.root), median(found.forward)
     said = {

@@ -112,14 +112,9 @@ class Plans:
         return self.latents() is latents and self._version == latents._version and not same
 
     def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
-        """Begin a call of the model at a timestep.
+        """Begin a call of the model at a timestep, and return these plans.
 
-        Args:
-            timestep: the timestep, a number or a tensor.
-            others: all other tensors of the call except the latents.
-
-        Returns:
-            These plans.
+        `others` are all tensors of the call except the latents.
         """
         self.calls.clear()
         self.unsettled, self._now = True, snapshot(timestep)
@@ -206,7 +201,7 @@ class HandleState:
     Attributes:
         setting: the setting of all tasks without a setting of their own.
         own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
-        step: for each thread the Step of its latest call of the model, or a LazyStep one.
+        step: for each thread the Step or LazyStep of its latest call of the model.
         learning: checks calls with gradients.
         kernel: computes attention over merged keys instead of the model's own kernel.
         restores_blocks: True once the hooks that restore blocks are on the model.
@@ -218,7 +213,7 @@ class HandleState:
         self.setting = setting
         self.kernel = kernel
         self.own = PerTask()
-        self.step = PerThread(latest=True)
+        self.step = PerThread()
         self.learning = CheckpointGuard()
 
     @property

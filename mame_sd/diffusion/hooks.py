@@ -48,7 +48,7 @@ class SizeHook(PreHook):
         self.named = names_arguments(type(module))
         self.shared = shared
         self.tokens_of = tokens_of
-        self.tokens = PerThread(latest=True)  # each thread's layout in the latest forward
+        self.tokens = PerThread()  # each thread's layout in the latest forward
 
     @outside_old_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class EagerSizeHook(SizeHook):
 
     def __init__(self, module: nn.Module, shared: HandleState, tokens_of: TokensOf) -> None:
         super().__init__(module, shared, tokens_of)
-        self._shapes = PerThread(latest=True)  # shapes of the latest forward's arguments
+        self._shapes = PerThread()  # shapes of the latest forward's arguments
 
     def read(self, module: nn.Module, call: Call) -> None:
         """Note the layout of the tokens in a call of the module.
@@ -194,19 +194,11 @@ class StepHook(PreHook):
         )
 
     def _plans(self, latents: Tensor, timestep: Any, others: list[Tensor]) -> Plans | None:
-        """Return the plans that a call shares with earlier calls.
+        """Return the plans that a call shares with earlier ones, or None if these are unknown.
 
         Latents are the same if they are the same unchanged object: values are not compared. If
         timesteps are different tensors, their values are compared when a second call has plans to
-        share, which waits for the device.
-
-        Args:
-            latents: the call's latents.
-            timestep: the call's timestep.
-            others: the call's other tensors.
-
-        Returns:
-            The plans, or None if earlier calls can't be identified.
+        share, which waits for the device. `others` are the call's other tensors.
         """
         plans: Plans | None = self.latest.value
         # PyTorch does not count changes of inference tensors and of subclasses.

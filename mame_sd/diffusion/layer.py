@@ -118,9 +118,6 @@ class AttentionAdapter(ABC):
             forward: the module's own forward.
             args: positional arguments of the call.
             kwargs: named arguments of the call.
-
-        Returns:
-            The call.
         """
         names, processor = self._names[: len(args)], getattr(module, "processor", None)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -158,9 +155,6 @@ class AttentionAdapter(ABC):
             route: how the call merges.
             name: name of the layer.
             step: the step of the model's call.
-
-        Returns:
-            The job.
         """
         config, tokens, start = route.config, route.tokens, route.before
         assert config.keep is not None
@@ -253,7 +247,7 @@ class LayerHook:
     """
 
     name: str
-    entry: Any = None  # replaces the module's forward, a method of an MergedForward
+    entry: Any = None  # replaces the module's forward, a method of a MergedForward
 
     def __init__(
         self, shared: HandleState, stats: LayerStats, layouts: PerThread | None, number: int = 0
@@ -405,17 +399,9 @@ def _of_some_queries(
     stats: LayerStats,
     kernel: KernelAdapter | None,
 ) -> Any:
-    """Compute a call whose keys don't merge, for a few queries only.
+    """Compute a call whose keys don't merge, for the queries of `rows` only.
 
-    Args:
-        layer: adapter of the module.
-        route: how the call would merge.
-        rows: the queries to compute.
-        stats: counters of the layer.
-        kernel: computes attention instead of the model's own kernel.
-
-    Returns:
-        The module's output, in which all other queries are zero before the output projection.
+    All other queries are zero before the output projection.
     """
     job = layer.job(route, stats.name, NO_STEP)
     job.merges, job.kernel, job.rows = False, kernel, rows.chosen.at

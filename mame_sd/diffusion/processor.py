@@ -42,9 +42,6 @@ def make_config(
         config: settings or a file of settings. If None, the measured default.
         fields: fields of MaMeConfig.
 
-    Returns:
-        The settings.
-
     Raises:
         TypeError: `config` is no MaMeConfig.
         ValueError: a field is unknown or out of its range.
@@ -141,9 +138,6 @@ class MaMeAttnProcessor:
             base_sequence_length: see diffusers.
             ip_adapter_masks: see diffusers.
             ip_hidden_states: see diffusers.
-
-        Returns:
-            The output [B, L, C].
         """
         if self.inner is None:
             rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb
@@ -228,16 +222,9 @@ class MaMeAttnProcessor:
 def _check_replaceable(
     attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, rotary: bool
 ) -> None:
-    """Check that diffusers' default processor can compute what the replaced processor did.
+    """Raise ValueError if diffusers' default processor can't compute what the replaced one did.
 
-    Args:
-        attn: the attention module.
-        hidden_states: tokens [B, L, C].
-        encoder_hidden_states: tokens of the text, or a tuple of text and image states.
-        rotary: True if the call has rotary positions.
-
-    Raises:
-        ValueError: it can't.
+    `encoder_hidden_states` are tokens of the text, or a tuple of text and image states.
     """
     lost = ""
     if isinstance(encoder_hidden_states, tuple):

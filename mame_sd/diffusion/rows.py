@@ -34,16 +34,10 @@ class Rows:
         self.chosen, self.tokens = chosen, tokens
 
     def take(self, t: Tensor, start: int | None = None) -> Tensor | None:
-        """Return the computed rows [B, n', C] of t [B, n, C].
+        """Return the computed rows [B, n', C] of t [B, n, C], or None if t lacks the image.
 
-        These are the chosen tokens, and all tokens that are not the image's.
-
-        Args:
-            t: tokens of the block.
-            start: position of the image's first token. If None, it is found.
-
-        Returns:
-            The rows, or None if t does not hold the image's tokens.
+        These are the chosen tokens, and all tokens that are not the image's. `start` is the
+        position of the image's first token. If None, it is found.
         """
         start = image_start(self.tokens, t) if start is None else start
         if start is None or len(t) != len(self.chosen.at):

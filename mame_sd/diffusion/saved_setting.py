@@ -25,12 +25,8 @@ ENTRY = "_mame"  # in model_index.json; diffusers ignores names with a leading u
 def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     """Return `config`, over settings saved next to the model's weights.
 
-    Args:
-        model: the model, or an nn.ModuleDict of denoisers, that was loaded from a folder.
-        config: the settings. If they have a tau, keep or layers, they are returned as they are.
-
-    Returns:
-        The settings.
+    The model, or each denoiser of an nn.ModuleDict, was loaded from a folder. Settings with a tau,
+    keep or layers are returned as they are.
 
     Raises:
         ValueError: a file of settings is wrong.
@@ -77,9 +73,6 @@ def resolve_setting(
         tau: a number, None or "default".
         keep: a share or None.
         fields: further fields of MaMeConfig.
-
-    Returns:
-        The settings, or None.
 
     Raises:
         ValueError: a setting is unknown or out of its range, or both tau and keep are given.

@@ -59,19 +59,16 @@ class PerTask:
 
 
 class PerThread:
-    """A value of a forward, one for each thread. It is None before the thread has set one.
+    """A value of a forward, one for each thread.
 
-    Copies start without values.
-
-    Args:
-        latest: if True, a thread that has set no value reads the latest value of any thread. So a
-            backward pass, which may run in another thread, reads the value of its forward.
+    A thread that has set no value reads the latest value of any thread, or None if there is none.
+    So a backward pass, which may run in another thread, reads the value of its forward. Copies
+    start without values.
     """
 
-    def __init__(self, latest: bool = False) -> None:
+    def __init__(self) -> None:
         self.mine = threading.local()  # `value`, which layers read directly, to save a call
         self.latest: Any = None
-        self._reads_latest = latest
 
     @property
     def value(self) -> Any:
@@ -80,12 +77,10 @@ class PerThread:
 
     @value.setter
     def value(self, value: Any) -> None:
-        self.mine.value = value
-        if self._reads_latest:
-            self.latest = value
+        self.mine.value = self.latest = value
 
     def __reduce__(self) -> Any:
-        return PerThread, (self._reads_latest,)
+        return PerThread, ()
 
 
 def begin(model: nn.Module, call: str, held: Any) -> None:

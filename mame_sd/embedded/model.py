@@ -68,7 +68,7 @@ def embedded_model_path(name: str = "unet") -> Path:
     """Return the folder of an embedded model, for `from_pretrained`.
 
     Raises:
-        FileNotFoundError: If this installation has no such model. The message lists those it has.
+        FileNotFoundError: this installation has no such model. The message lists those it has.
     """
     names = embedded_models()
     if not names:
@@ -128,7 +128,7 @@ def composite(rgba: np.ndarray, background: str) -> np.ndarray:
 
     Args:
         rgba: uint8 [..., H, W, 4].
-        background: One of BACKGROUNDS.
+        background: one of BACKGROUNDS.
 
     Returns:
         uint8 [..., H, W, 3].
@@ -142,7 +142,7 @@ def render(name: str, background: str) -> Image.Image:
     """Draw the picture that `caption` describes, 256 x 256.
 
     Raises:
-        ValueError: If the glyph or the background is unknown.
+        ValueError: the glyph or the background is unknown.
     """
     if name not in glyph_names() or background not in BACKGROUNDS:
         raise ValueError(

@@ -18,14 +18,11 @@ def embedded_pipeline(name: str = "unet", kind: Any = None, **options: Any) -> A
 
     Args:
         name: "unet" or "transformer".
-        kind: Class of the pipeline. If None, the model's own.
-        options: Arguments of `from_pretrained`.
-
-    Returns:
-        The pipeline.
+        kind: class of the pipeline. If None, the model's own.
+        options: arguments of `from_pretrained`.
 
     Raises:
-        FileNotFoundError: If this installation has no such model.
+        FileNotFoundError: this installation has no such model.
     """
     from diffusers import DiffusionPipeline
 

@@ -42,7 +42,7 @@ def register() -> None:
     """Replace TORCH_SDPA by `MergedBackend` if the variable is set.
 
     Raises:
-        ValueError: If its value isn't a share in (0, 1].
+        ValueError: its value isn't a share in (0, 1].
     """
     if KEEP in os.environ:
         share()
@@ -80,7 +80,7 @@ class MergedImpl(SDPAImpl):
     """One attention layer.
 
     Raises:
-        ValueError: If the model's code doesn't say where its video is.
+        ValueError: the model's code doesn't say where its video is.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,14 +110,14 @@ class MergedImpl(SDPAImpl):
             query: [B, L, H, D].
             key: [B, L, H, D].
             value: [B, L, H, D].
-            attn_metadata: The engine's metadata of the call.
-            mask_mode: As in the engine.
+            attn_metadata: the engine's metadata of the call.
+            mask_mode: as in the engine.
 
         Returns:
             [B, L, H, D].
 
         Raises:
-            RuntimeError: If this rank has only a part of the queries.
+            RuntimeError: this rank has only a part of the queries.
         """
         place = video_of(attn_metadata, key.shape[1])
         if place is None:
@@ -155,8 +155,8 @@ def video_of(metadata: Any, length: int) -> tuple[tuple[int, int, int], int, int
     """Find the generated video in a sequence.
 
     Args:
-        metadata: The engine's metadata of the call.
-        length: Number of tokens.
+        metadata: the engine's metadata of the call.
+        length: number of tokens.
 
     Returns:
         Its grid (t, h, w), its first token, and the number of tokens without padding; None if the

@@ -32,20 +32,20 @@ def apply_encoder(
     3 or more blocks merge), and about half of the FLOPs remain.
 
     Args:
-        target: A model that contains one registered vision transformer
+        target: a model that contains one registered vision transformer
             (`mame_sd.perception.encoder_registry`).
-        config: Settings. Only the fields that were set explicitly count; `blocks` is not among
+        config: settings. Only the fields that were set explicitly count; `blocks` is not among
             them.
-        blocks: Number of blocks that merge, counted from the first, or their indices (-1 is the
+        blocks: number of blocks that merge, counted from the first, or their indices (-1 is the
             last). If None, all blocks but the first merge, and all blocks with `tau`.
-        restore: If True, the model's output contains all tokens again, so that means and pooling
+        restore: if True, the model's output contains all tokens again, so that means and pooling
             weight each token by its size; dense heads always read all tokens. If None, True for
             models whose head takes a mean.
-        prop_attn: If True, add the log of each token's size to its attention logits (ToMe's
+        prop_attn: if True, add the log of each token's size to its attention logits (ToMe's
             proportional attention) in all blocks after the first merging one, and weight later
             means by size. Needs the attention implementation eager or sdpa. If None, True where the
             model's attention supports it (see `handle.prop_attn`), but never with `tau`.
-        fields: Fields of MaMeConfig, which override those of `config`. A single `keep` is the mean
+        fields: fields of MaMeConfig, which override those of `config`. A single `keep` is the mean
             over the merging blocks, of which the first merge most; `tau` and `keep` may also hold
             one number for each block.
 
@@ -53,8 +53,8 @@ def apply_encoder(
         The handle that changes, reports and removes this merging.
 
     Raises:
-        TypeError: If `config` is not a MaMeConfig.
-        ValueError: If no vision transformer can merge, if there is more than one, or if a setting
+        TypeError: `config` is not a MaMeConfig.
+        ValueError: no vision transformer can merge, there is more than one, or a setting
             is invalid.
     """
     handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn)

@@ -25,9 +25,9 @@ class BlockCounts:
     """Sums over the calls of one merging block since the last `reset`.
 
     Attributes:
-        sums: The sums in the order of FIELDS: calls, tokens in, their squares, tokens kept, their
+        sums: the sums in the order of FIELDS: calls, tokens in, their squares, tokens kept, their
             squares, and multiply-adds of merging itself for one image.
-        note: How the latest call merged differently from the settings, if it did.
+        note: how the latest call merged differently from the settings, if it did.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,10 +42,10 @@ class BlockCounts:
         """Count one call.
 
         Args:
-            tokens: Tokens in, prefix tokens included.
-            kept: Tokens kept, prefix tokens included.
-            merging: Multiply-adds of merging itself for one image.
-            note: How the call merged differently from the settings.
+            tokens: tokens in, prefix tokens included.
+            kept: tokens kept, prefix tokens included.
+            merging: multiply-adds of merging itself for one image.
+            note: how the call merged differently from the settings.
         """
         self.note = note
         self.sums.add(1, tokens, tokens * tokens, kept, kept * kept, merging)
@@ -63,9 +63,9 @@ class BlockCost:
         """Return the multiply-adds of calls of the block.
 
         Args:
-            tokens: Sum of tokens over calls.
-            squares: Sum of their squares.
-            kept: Sum of the tokens that reach the MLP.
+            tokens: sum of tokens over calls.
+            squares: sum of their squares.
+            kept: sum of the tokens that reach the MLP.
         """
         return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
 
@@ -74,9 +74,9 @@ def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int)
     """Estimate the share of a model's multiply-adds that remains for one image.
 
     Args:
-        costs: Costs of all blocks.
-        kept: Share of tokens that each merging block keeps, by index.
-        patches: Number of patches of the image.
+        costs: costs of all blocks.
+        kept: share of tokens that each merging block keeps, by index.
+        patches: number of patches of the image.
     """
     left, works = patches, []
     for number, cost in enumerate(costs):
@@ -108,11 +108,11 @@ def around_blocks(
     These are the patch embedding, pooling, and the model's own head.
 
     Args:
-        model: The vision transformer.
-        blocks: Its blocks.
-        places: Number of output positions of its convolutions by path, adapters included.
-        before: Tokens before the first block.
-        after: Tokens after the last block.
+        model: the vision transformer.
+        blocks: its blocks.
+        places: number of output positions of its convolutions by path, adapters included.
+        before: tokens before the first block.
+        after: tokens after the last block.
     """
     inside = {part for block in blocks for part in block.modules()}
     linear = set(linear_layers(model))

@@ -23,24 +23,24 @@ class Encoder:
     """Description of one kind of vision transformer.
 
     Attributes:
-        name: Name for reports and errors.
-        models: Class names of the modules whose forward takes images and runs the blocks.
-        block: Class name of a block.
-        attention: Paths of the modules of a block's attention branch, in order: first a norm, then
+        name: name for reports and errors.
+        models: class names of the modules whose forward takes images and runs the blocks.
+        block: class name of a block.
+        attention: paths of the modules of a block's attention branch, in order: first a norm, then
             the attention. The attention is called with the tokens, and with the block's other
             arguments by name; if it returns a tuple, the first entry is used.
-        mlp: Paths of the modules of the MLP branch, in order.
-        num_prefix_tokens: Number of tokens before the patches (class, distillation, register
+        mlp: paths of the modules of the MLP branch, in order.
+        num_prefix_tokens: number of tokens before the patches (class, distillation, register
             tokens), or a function that returns it for a model.
-        keys: Path of the projection to keys in a block, for `feature`. If None, keys can't be
+        keys: path of the projection to keys in a block, for `feature`. If None, keys can't be
             compared.
         joined: True if that projection returns queries, keys and values side by side.
-        mask: Name of the attention's argument for a mask.
-        attend: Computes attention with an additive mask [B, 1, 1, L], for attention modules without
+        mask: name of the attention's argument for a mask.
+        attend: computes attention with an additive mask [B, 1, 1, L], for attention modules without
             a mask argument: called with the module, the tokens and the mask, returns the module's
             output.
         dense: True if heads read the output of blocks, every token at its position.
-        maps: Methods of the model that do so.
+        maps: methods of the model that do so.
         adds_mask: True if the attention adds a mask of numbers [B, 1, 1, L] to its logits, so that
             proportional attention is on by default.
         grid: True if patches reach the blocks in row-major order.
@@ -109,7 +109,7 @@ def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder
         The vision transformer, its blocks in order, and its description.
 
     Raises:
-        ValueError: If it is refused, unregistered or not the only one, or if its blocks don't match
+        ValueError: it is refused, unregistered or not the only one, or its blocks don't match
             the description.
     """
     for module in target.modules():
@@ -193,9 +193,9 @@ def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
     There query, key and value are layers of `attention.attention`, and `output.dense` follows.
 
     Args:
-        attention: The module.
-        x: Normalised tokens [B, L, C].
-        mask: Added to the logits, [B, 1, 1, L].
+        attention: the module.
+        x: normalised tokens [B, L, C].
+        mask: added to the logits, [B, 1, 1, L].
 
     Returns:
         The output of the attention branch, [B, L, C].

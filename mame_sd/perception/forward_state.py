@@ -49,19 +49,19 @@ class ForwardState(HookOwner):
     """State that the blocks of one model share.
 
     Attributes:
-        last: Index of the last block.
-        inner: Hooks on the model's convolutions.
-        patches: Path of the convolution that makes patches, or None.
+        last: index of the last block.
+        inner: hooks on the model's convolutions.
+        patches: path of the convolution that makes patches, or None.
         clips: True if it takes clips, not images.
         restore: True if the last block's output has all tokens again.
         dense: True if every block's output has all tokens again, for heads that read it.
-        prop_attn: If True, the log of each token's size is added to its attention logits, and means
+        prop_attn: if True, the log of each token's size is added to its attention logits, and means
             are weighted by size. If None, wherever the model supports it, which each forward finds
             out.
-        active: If False, every call is bit-equal to the model without merging.
-        capture: If True, plans are kept after the forward.
-        places: Number of output positions of each convolution in its latest call, by path.
-        running: Threads that are in a forward of the model.
+        active: if False, every call is bit-equal to the model without merging.
+        capture: if True, plans are kept after the forward.
+        places: number of output positions of each convolution in its latest call, by path.
+        running: threads that are in a forward of the model.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ForwardState(HookOwner):
 
     @property
     def now(self) -> Forward:
-        """The forward of this thread."""
+        """Return the forward of this thread."""
         forward: Forward | None = getattr(self._threads, "forward", None)
         if forward is None:
             forward = self._threads.forward = Forward()
@@ -138,9 +138,7 @@ class ForwardState(HookOwner):
     def note_convolution(self, path: str, output: Tensor) -> None:
         """Note the output size of a convolution, and the grid of patches if it makes these.
 
-        Args:
-            path: Path of the convolution.
-            output: Its output [B, C, h, w], or [B, C, t, h, w] for clips.
+        The output of the convolution at `path` is [B, C, h, w], or [B, C, t, h, w] for clips.
         """
         self.places[path] = math.prod(output.shape[2:])
         if path == self.patches:
@@ -148,16 +146,16 @@ class ForwardState(HookOwner):
 
     @property
     def capturing(self) -> bool:
-        """True if what runs now is kept after the forward."""
+        """Return True if what runs now is kept after the forward."""
         return self.capture and not torch.compiler.is_compiling()
 
     def begin(self) -> Forward:
         """Begin a forward at its first merging block, and drop the state of the previous one.
 
         Raises:
-            ValueError: If proportional attention or full outputs of all blocks are required but
+            ValueError: proportional attention or full outputs of all blocks are required but
                 impossible.
-            RuntimeError: If the patch embedding was replaced, so that the grid of patches is
+            RuntimeError: the patch embedding was replaced, so that the grid of patches is
                 unknown.
         """
         for hook in self.inner:

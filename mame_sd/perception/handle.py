@@ -27,8 +27,8 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
     """Merging as applied to one vision transformer, made by `apply_encoder`.
 
     Attributes:
-        root: The module that merging was applied to.
-        encoder: The vision transformer in it.
+        root: the module that merging was applied to.
+        encoder: the vision transformer in it.
     """
 
     def __init__(
@@ -91,27 +91,27 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
 
     @property
     def _costs(self) -> list[BlockCost]:
-        """Costs of the blocks as they are now, since tools may have replaced their layers."""
+        """Return the costs of the blocks as they are now. Tools may have replaced layers."""
         return [BlockCost(block, self._shared.spec) for block in self._blocks]
 
     @property
     def configs(self) -> dict[int, MaMeConfig]:
-        """Current settings by block index; `set` changes them."""
+        """Return the current settings by block index; `set` changes them."""
         return dict(self._settings)
 
     @property
     def config(self) -> MaMeConfig:
-        """Settings of the first merging block; `configs` has those of every block."""
+        """Return the settings of the first merging block; `configs` has those of every block."""
         return next(iter(self.configs.values()))
 
     @property
     def prop_attn(self) -> bool:
-        """True if attention currently adds the log of token sizes to its logits."""
+        """Return True if attention currently adds the log of token sizes to its logits."""
         return self._shared.prop_attn is not False and not no_sizes(self.encoder)
 
     @property
     def installed(self) -> bool:
-        """True if this handle's merging is on the model: neither removed nor replaced."""
+        """Return True if this handle's merging is on the model: neither removed nor replaced."""
         return all(one in ours_on(one[0]) for one in self._placed)
 
     def _switch(self, active: bool) -> None:
@@ -189,7 +189,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Number of tokens before the patches."""
+        """Return the number of tokens before the patches."""
         return self._shared.num_prefix_tokens
 
     def remove(self) -> None:
@@ -204,7 +204,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         """Put merging back after `remove`, or replace merging that was applied later.
 
         Raises:
-            ValueError: If another tool has replaced a block's forward.
+            ValueError: another tool has replaced a block's forward.
         """
         for one in self._merged.values():
             check_free(one.block)

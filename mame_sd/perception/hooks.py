@@ -24,8 +24,8 @@ class HookOwner:
     """An object whose methods merging puts on modules.
 
     Attributes:
-        shared: The `ForwardState` that all owners of one model share.
-        inner: Hooks on inner modules that belong to this owner.
+        shared: the `ForwardState` that all owners of one model share.
+        inner: hooks on inner modules that belong to this owner.
     """
 
     shared: Any
@@ -39,10 +39,10 @@ class InnerHook(HookOwner):
     then moves to the replacement.
 
     Args:
-        shared: The `ForwardState` of the model.
-        owner: The module that contains the observed one and isn't replaced.
-        path: Path of the observed module in `owner`.
-        on_output: Called with the path and the observed module's output.
+        shared: the `ForwardState` of the model.
+        owner: the module that contains the observed one and isn't replaced.
+        path: path of the observed module in `owner`.
+        on_output: called with the path and the observed module's output.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class InnerHook(HookOwner):
             late: True if that module has already been called in this forward.
 
         Raises:
-            RuntimeError: If there is no module, or if it was replaced and moving is `late` or would
+            RuntimeError: there is no module, or it was replaced and moving is `late` or would
                 happen inside a compiled graph.
         """
         child, expected = self._there, f"expected {self.path} as merging was applied to it, got"
@@ -150,10 +150,10 @@ def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
     """Put a method on `module`.
 
     Args:
-        module: The module.
+        module: the module.
         place: "before", "after" or "end" for a hook, or the name of the method to replace (see
             `Placed`).
-        method: The hook or the replacement.
+        method: the hook or the replacement.
     """
     if place == "before":
         module.register_forward_pre_hook(method, with_kwargs=True)
@@ -178,12 +178,8 @@ def take(module: nn.Module, owners: Collection[Any] | None = None) -> None:
 def take_all(target: nn.Module, what: str = "remove_mame") -> None:
     """Take all of our methods off every module of `target`.
 
-    Args:
-        target: The model.
-        what: The operation, for the error message.
-
     Raises:
-        RuntimeError: If another thread is in a forward of the model.
+        RuntimeError: another thread is in a forward of the model. The message names `what`.
     """
     modules = [*target.modules()]
     owners: set[Any] = {

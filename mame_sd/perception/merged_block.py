@@ -35,9 +35,9 @@ def merge_weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Te
     """Merge tokens that already stand for several, as means weighted by size.
 
     Args:
-        plan: The plan for x.
-        x: Tokens [B, L, C].
-        sizes: Number of tokens that each one stands for, [B, L].
+        plan: the plan for x.
+        x: tokens [B, L, C].
+        sizes: number of tokens that each one stands for, [B, L].
 
     Returns:
         Tokens [B, L', C] in the dtype of x, and their sizes [B, L'].
@@ -53,12 +53,12 @@ class MergedBlock(HookOwner):
     """Replace the forward of one block.
 
     Args:
-        block: The block.
-        spec: The description of its modules.
-        number: Its index.
-        shared: The state that all blocks of the model share.
-        config: Settings of its merging. If None, it doesn't merge but still reads sizes.
-        counts: Counters of the merging blocks by index. In the first of these blocks the tokens are
+        block: the block.
+        spec: the description of its modules.
+        number: its index.
+        shared: the state that all blocks of the model share.
+        config: settings of its merging. If None, it doesn't merge but still reads sizes.
+        counts: counters of the merging blocks by index. In the first of these blocks the tokens are
             the image's patches in row-major order.
     """
 
@@ -170,9 +170,9 @@ class MergedBlock(HookOwner):
         With `tau` a source token stays if any sample of the batch preserves it (Algorithm 1).
 
         Args:
-            x: Tokens after the attention branch, [B, L, C].
-            normed: The normalised input of the attention, [B, L, C].
-            sizes: Number of tokens that each one stands for, [B, L]. If None, 1 each.
+            x: tokens after the attention branch, [B, L, C].
+            normed: the normalised input of the attention, [B, L, C].
+            sizes: number of tokens that each one stands for, [B, L]. If None, 1 each.
             grid: (h, w) of the image's patches, or None if unknown.
             sized: True if later blocks need sizes.
 
@@ -216,7 +216,7 @@ class MergedBlock(HookOwner):
 
     @property
     def compares_keys(self) -> bool:
-        """True if similarity compares keys: with `keep`, if the registry knows them."""
+        """Return True if similarity compares keys: with `keep`, if the registry knows them."""
         return self.config is not None and self.config.keep is not None and bool(self.spec.keys)
 
     def _plan(self, feature: Tensor, size: Grid) -> Plan | GroupPlan:
@@ -225,13 +225,9 @@ class MergedBlock(HookOwner):
         return plan_block(feature, self.config, size, self.shared.num_prefix_tokens)
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
-        """Count the multiply-adds of merging one image.
+        """Count the multiply-adds of merging one image, of whose channels `dim` are compared.
 
-        Args:
-            plan: The plan.
-            channels: C of the tokens.
-            dim: Channels of what is compared.
-            sized: True if sizes are merged too.
+        If `sized`, the sizes are merged too.
         """
         if isinstance(plan, GroupPlan):  # one product to compare, one for the means
             pairs, products = plan.body.cells.kept * plan.body.tokens_in, channels

@@ -16,8 +16,8 @@ class GroupPlan:
     """Groups of the tokens that follow the prefix tokens, which don't merge.
 
     Args:
-        body: The groups of the other tokens.
-        prefix: Number of prefix tokens.
+        body: the groups of the other tokens.
+        prefix: number of prefix tokens.
 
     Attributes:
         tokens_in: L, prefix tokens included.
@@ -31,23 +31,23 @@ class GroupPlan:
 
     @property
     def sizes(self) -> Tensor:
-        """Number of tokens in each group, [B, L']."""
+        """Return the number of tokens in each group, [B, L']."""
         sizes = self.body.sizes
         return torch.cat([sizes.new_ones(sizes.shape[0], self.prefix), sizes], 1)
 
     @property
     def kept(self) -> Tensor:
-        """Positions of the tokens that represent the groups, LongTensor [B, L']."""
+        """Return the positions of the tokens that represent the groups, LongTensor [B, L']."""
         kept = self.body.kept
         first = torch.arange(self.prefix, device=kept.device).expand(kept.shape[0], -1)
         return torch.cat([first, kept + self.prefix], 1)
 
     def merge(self, t: Tensor) -> Tensor:
-        """Average the groups of t [B, L, C]; returns [B, L', C]."""
+        """Average the groups of t [B, L, C] to [B, L', C]."""
         return torch.cat([t[:, : self.prefix], self.body.merge(t[:, self.prefix :])], 1)
 
     def restore(self, y: Tensor) -> Tensor:
-        """Copy each group's y [B, L', C] to all of its tokens; returns [B, L, C]."""
+        """Copy each group's y [B, L', C] to all of its tokens, [B, L, C]."""
         return torch.cat([y[:, : self.prefix], self.body.restore(y[:, self.prefix :])], 1)
 
 
@@ -57,15 +57,12 @@ def plan_block(
     """Plan which tokens of a block merge.
 
     Args:
-        feature: What is compared, [B, L, d].
-        config: With `tau`, the paper's method. With `keep`, each token joins the destination with
+        feature: what is compared, [B, L, d].
+        config: with `tau`, the paper's method. With `keep`, each token joins the destination with
             the highest cosine similarity (ToMe, arXiv 2210.09461, compares keys in the same way),
             and the tokens with the lowest stay unmerged.
         size: (h, w) of the patches. If None, the tokens no longer form a grid.
-        prefix: Number of leading tokens that don't merge.
-
-    Returns:
-        The plan.
+        prefix: number of leading tokens that don't merge.
     """
     if config.tau is not None:
         return plan_tokens(feature, config.tau, prefix)

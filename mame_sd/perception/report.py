@@ -21,11 +21,11 @@ class BlockReport(LayerTokens):
     Token counts include special tokens.
 
     Attributes:
-        flops_before: Multiply-adds without merging.
-        flops: Multiply-adds with merging.
-        merging: The part of `flops` that merging itself takes.
+        flops_before: multiply-adds without merging.
+        flops: multiply-adds with merging.
+        merging: the part of `flops` that merging itself takes.
         merged: True if the settings merge here.
-        note: How the block merged differently from its settings, if it did.
+        note: how the block merged differently from its settings, if it did.
     """
 
     flops_before: float
@@ -43,11 +43,11 @@ class EncoderReport(Report):
     They include the patch embedding, the blocks, and the model's own pooling and head.
 
     Attributes:
-        layers: One report per block.
-        calls: Forwards since the last reset. A checkpoint around blocks, such as timm's, doubles
+        layers: one report per block.
+        calls: forwards since the last reset. A checkpoint around blocks, such as timm's, doubles
             them.
-        flops_before: Multiply-adds without merging.
-        flops: Multiply-adds with merging.
+        flops_before: multiply-adds without merging.
+        flops: multiply-adds with merging.
         prop_attn: True if attention adds the log of token sizes to its logits.
         clips: True if the model takes clips, not images.
     """
@@ -61,7 +61,7 @@ class EncoderReport(Report):
 
     @property
     def share(self) -> float:
-        """FLOPs with merging / FLOPs without; 1 before the first call."""
+        """Return FLOPs with merging / FLOPs without, 1 before the first call."""
         return self.flops / self.flops_before if self.flops_before else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def make_blocks(
     """Make the reports of all blocks.
 
     Args:
-        names: Paths of the blocks.
-        costs: Costs of the blocks.
-        counts: Counters of the merging blocks by index.
+        names: paths of the blocks.
+        costs: costs of the blocks.
+        counts: counters of the merging blocks by index.
 
     Returns:
         The reports, and the number of forwards that they average.

@@ -25,13 +25,13 @@ def chosen_blocks(
     """Return the indices of the merging blocks in ascending order.
 
     Args:
-        blocks: How many blocks merge from the first on, or their indices (negative ones count from
+        blocks: how many blocks merge from the first on, or their indices (negative ones count from
             the end). If None, all blocks from `first` on.
-        depth: Number of blocks of the model.
-        first: First merging block of the default, if there are more blocks.
+        depth: number of blocks of the model.
+        first: first merging block of the default, if there are more blocks.
 
     Raises:
-        ValueError: If `blocks` names none, names one twice, or is out of range.
+        ValueError: `blocks` names none, names one twice, or is out of range.
     """
     if blocks is None:
         return tuple(range(min(first, depth - 1), depth))
@@ -90,12 +90,12 @@ def configs_of(
     If neither `tau` nor `keep` is given, the blocks keep `mean_share`.
 
     Args:
-        config: Settings given as one object; only the fields that were set explicitly count.
-        fields: Settings given by name.
-        blocks: Indices of the merging blocks.
+        config: settings given as one object; only the fields that were set explicitly count.
+        fields: settings given by name.
+        blocks: indices of the merging blocks.
 
     Raises:
-        ValueError: As `changed`.
+        ValueError: as `changed`.
     """
     blocks, base = [*blocks], MaMeConfig() if config is None else config
     base = base.replace(min_tokens=base.min_tokens or MIN_TOKENS)
@@ -108,12 +108,12 @@ def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dic
     """Return the settings of each block with `fields` over them.
 
     Args:
-        configs: Settings by block index.
-        fields: New values; None changes nothing. `tau` and `keep` may hold one number for each
+        configs: settings by block index.
+        fields: new values; None changes nothing. `tau` and `keep` may hold one number for each
             block; one `keep` is spread by `shares`.
 
     Raises:
-        ValueError: If a field is unknown, out of range, meaningless here, or has the wrong number
+        ValueError: a field is unknown, out of range, meaningless here, or has the wrong number
             of values.
     """
     rows: list[dict[str, Any]] = [{} for _ in configs]

@@ -73,9 +73,7 @@ class LoadedModel:
 def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """Load a text-to-image pipeline.
 
-    Args:
-        choice: the model.
-        local_rank: number of the CUDA device that "auto" and "cuda" mean.
+    `local_rank` is the number of the CUDA device that "auto" and "cuda" mean.
 
     Raises:
         UserError: no such model, pipeline, device or scheduler, or the hub can't be reached.

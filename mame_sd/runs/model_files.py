@@ -222,9 +222,7 @@ def _no_such_model(name: str, flag: str) -> UserError:
 def check_tokenizers(folder: Path, flag: str = "--model") -> None:
     """Raise UserError for a tokenizer without vocabulary, which transformers loads as an empty one.
 
-    Args:
-        folder: folder of a pipeline.
-        flag: the option that gave it, for errors.
+    `flag` is the option that gave the pipeline's folder.
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     for name, entry in index.items():

@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those of the run; `local_rank` counts on this machine.
+    """One process of a run. `local_rank` is its number on this machine.
 
-    Every process must call `wait` and `all_gather`. They raise MachineError if one has ended.
+    Every process must call `wait` and `all_gather`. Both raise MachineError if one has ended.
     """
 
     rank: int = 0
@@ -35,7 +35,7 @@ class Process:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has called this."""
         self.all_gather(None)
 
     def all_gather(self, value: T) -> list[T]:
@@ -56,7 +56,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """Return this process by RANK, WORLD_SIZE and LOCAL_RANK, a single one without a launcher."""
+    """Return this process by RANK, WORLD_SIZE and LOCAL_RANK. Without a launcher it is alone."""
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     values = [os.environ.get(name, default) for name, default in names.items()]
     try:

@@ -87,9 +87,7 @@ def prompts_from_texts(texts: Sequence[str]) -> list[Prompt]:
 def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None) -> None:
     """Raise UserError if two ids would name the same file, also where case is ignored.
 
-    Args:
-        prompts: the prompts.
-        places: beginning of the message for each prompt.
+    `places` are the beginnings of messages about the prompts.
     """
     seen: dict[str, str] = {}
     for index, prompt in enumerate(prompts):
@@ -113,7 +111,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """Return a SHA-256 over all fields of prompts, which distinguishes lists of prompts."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        # None for width and height, which prompts once had: run folders of then can go on.
+        # None stands for width and height, which earlier versions had, so that old runs continue.
         row: list[Any] = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt, None, None]
         row.append(prompt.extra)
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mame_sd.errors import UserError, unexpected
 
-PROMPT_COLUMNS = ("prompt", "caption")  # in any case; the first one that is there counts
+PROMPT_COLUMNS = ("prompt", "caption")  # in upper or lower case; the first one present counts
 KNOWN_COLUMNS = ("id", "seed", "negative_prompt", "width", "height")
 _OPTION = re.compile(r"(?:^--?|\s--)[a-z][\w-]*(?<!-)(?=[\s=])", re.IGNORECASE)
 Record = tuple[int, dict[str, str]]  # line number, cells by column

@@ -46,7 +46,7 @@ class RunFolder:
         self._lock: BinaryIO | None = None
 
     def check(self, settings: Mapping[str, Any] | None = None) -> None:
-        """Raise UserError if no run of these settings, as far as they are known, could be in it.
+        """Raise UserError if the folder can't hold a run with these settings, as far as known.
 
         This is quick and creates nothing.
         """
@@ -94,7 +94,7 @@ class RunFolder:
         return differences(there.get("environment", {}), manifest.get("environment", {}))
 
     def finished(self, names: Iterable[str]) -> set[str]:
-        """Return those of `names` whose image is whole, and the one that its record describes."""
+        """Return the names of images that are complete and match their records."""
         records = self._records()
         return {name for name in names if self._is_whole(name, records.get(name, {}))}
 
@@ -232,10 +232,10 @@ def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> 
     return [f"{name}: {_shortened(there)} there, {_shortened(here)} here"]
 
 
-def in_short(different: Sequence[str], most: int = 3) -> str:
-    """Format the first differences on one line and count the rest."""
-    left = len(different) - most
-    return "; ".join(different[:most]) + (f"; and {left} more" if left > 0 else "")
+def in_short(different: Sequence[str]) -> str:
+    """Format the first three differences on one line and count the rest."""
+    left = len(different) - 3
+    return "; ".join(different[:3]) + (f"; and {left} more" if left > 0 else "")
 
 
 def _shortened(value: Any) -> str:

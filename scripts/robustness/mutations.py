@@ -31,7 +31,7 @@ core/merge_keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_
     stay = max(0, round(keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     log_sizes[:, None, None] if size_bias => log_sizes[:, None, None] * 0 if size_bias
-    if not size_bias and by: => if False:
+    if not size_bias and scale: => if False:
     masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2]) => masked = zero
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)

@@ -191,9 +191,6 @@ def guessed(length: int, size: tuple[int, int] | None) -> Tokens:
         size: latent height and width. The tokens are a level of this size, whose sides halve from
             level to level, rounded up. If None, the tokens are a square, or else their layout is
             unknown.
-
-    Returns:
-        The layout.
     """
     count = index(length)  # sizes may be symbols under torch.compile
     if size is None:
@@ -243,16 +240,8 @@ def _skip_reason(
 ) -> str | None:
     """Return why this call of a layer is not merged, or None if it may merge.
 
-    Args:
-        layer: adapter of the layer.
-        call: the call.
-        tokens: layout of the tokens.
-        config: the settings.
-        first: position of the first token in `hidden`, or None if the tokens aren't in it.
-        hidden: the first of the inputs, [B, L, C].
-
-    Returns:
-        The reason, or None.
+    `hidden` is the first of the inputs, [B, L, C], and `first` the position of the first token in
+    it. If `first` is None, the tokens aren't in it.
     """
     family, given = layer.family, call.arguments
     joint = given.get(family.text) is not None and family.text not in family.inputs
@@ -292,13 +281,7 @@ def _skip_reason(
 def _text_length(family: Family, given: Call, tokens: Tokens) -> int | None:
     """Return the number of text keys that a joint call adds to those of its tokens.
 
-    Args:
-        family: the family.
-        given: arguments of the attention by name.
-        tokens: layout of the tokens.
-
-    Returns:
-        The number of keys, 0 if there is no text, or None if each sample has its own.
+    It is 0 if there is no text, and None if each sample has its own number.
     """
     if family.text_keys is not None:
         return family.text_keys(given, tokens)
@@ -314,16 +297,7 @@ def _sequence(t: Tensor) -> Tensor:
 
 
 def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, Any]:
-    """Return the inputs with the image's tokens merged, and other tokens as they are.
-
-    Args:
-        family: the family.
-        route: how the call merges.
-        plan: the plan of merging.
-
-    Returns:
-        The inputs by name.
-    """
+    """Return the inputs by name, with the image's tokens merged and other tokens as they are."""
     tokens, merged = route.tokens, {}
     for value in (route.call.arguments[name] for name in family.inputs):
         if id(value) not in merged:
@@ -353,14 +327,6 @@ def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
     """Return why whole tokens of this call can't merge, or None if they can.
 
     Either an argument's rows don't match the tokens, or a mask hides some of the tokens.
-
-    Args:
-        given: arguments of the attention by name.
-        select: the family's `select`.
-        tokens: layout of the tokens.
-
-    Returns:
-        The reason, or None.
     """
     wrong: list[str] = []
     masked: list[str] = []

@@ -136,9 +136,6 @@ def register_family(family: Family) -> Family:
     """Register a family for the models that it names. `apply_mame` then merges them.
 
     It replaces any family, built-in or not, of these models.
-
-    Returns:
-        The family.
     """
     for model in family.models:
         REGISTERED[model] = family

@@ -134,9 +134,6 @@ def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -
         layout: layout of the image.
         before: number of tokens before the image. If None, any number.
         after: number of tokens after the image. If None, any number (see `Tokens`).
-
-    Returns:
-        The layout.
     """
     return partial(_in_sequence, layout, before, after)
 
@@ -154,8 +151,8 @@ def packed(model: Any, call: Call) -> Tokens | str:
 
     Their (image, row, column) are in `img_ids`. Tokens of further images stay as they are. A
     further image may have the same number as the first: it begins where positions repeat or jump.
-    (Directly below the first image it can't be told from a taller image.) Rows and columns are
-    unknown if the first image is no grid, row by row.
+    Directly below the first image it can't be distinguished from a taller image. Rows and columns
+    are unknown if the first image is no grid, row by row.
     """
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"

@@ -41,16 +41,7 @@ PLAIN_PROCESSORS = frozenset(
 
 
 def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
-    """Call `processor` for `attn` with the arguments that its call names, as diffusers does.
-
-    Args:
-        processor: the attention processor.
-        attn: the attention module.
-        arguments: arguments of the module's forward by name.
-
-    Returns:
-        The processor's output.
-    """
+    """Call `processor` for `attn` with those `arguments` that its call names, as diffusers does."""
     hidden_states, kind = arguments.pop("hidden_states"), type(processor)
     names = (_KNOWN.get(kind) or _parameters(kind)) | {"encoder_hidden_states", "attention_mask"}
     given = {name: value for name, value in arguments.items() if name in names}
