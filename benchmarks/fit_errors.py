@@ -44,7 +44,7 @@ class TrueErrors:
     @torch.no_grad()
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         """Compute the module's own output too, and compare."""
-        own: Tensor = type(module).forward(module, *args, **kwargs)  # type: ignore[operator]
+        own: Tensor = type(module).forward(module, *args, **kwargs)
         self.errors += float((output - own).square().sum())
         self.deviations += float((own - own.mean(1, keepdim=True)).square().sum())
 

@@ -125,6 +125,7 @@ def test_keys_merge_in_restored_blocks(name: str) -> None:
     assert len(calls) == sum(layer.kind == "block" for layer in layers)
 
 
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
