@@ -1,4 +1,4 @@
-"""Attention calls of the engine, translated to `scaled_dot_product_attention`.
+"""Translate attention calls of the engine to `scaled_dot_product_attention`.
 
 The engine passes its attention function and that function's arguments to
 `optimized_attention_override`: (function, q, k, v, heads, mask, ..., transformer_options=). With

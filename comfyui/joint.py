@@ -1,4 +1,4 @@
-"""Attention of a transformer: keys and values of the image merge after rotation.
+"""Merge keys and values of the image in a transformer's attention, after rotation.
 
 Queries and text don't merge.
 """

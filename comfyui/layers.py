@@ -1,4 +1,4 @@
-"""Diffusers' names of a model's self-attentions and MLPs, by their place in the engine.
+"""Name a model's self-attentions and MLPs as diffusers does, by their place in the engine.
 
 Files of calibration have settings by these names. Only models whose layers are known to be the same
 ones have names, because a file must mean the layers that it names.

@@ -1,4 +1,4 @@
-"""MLPs of the image, computed on a few tokens and restored by a fit (`mame_sd.core.restore`).
+"""Compute MLPs of the image on a few tokens, and restore the others (`mame_sd.core.restore`).
 
 The engine calls no patch around an MLP. So each MLP that may be restored gets an object patch, a
 forward in front of its own. It finds the call of the model that is running by `RUNNING`, and

@@ -1,4 +1,4 @@
-"""Models that the node merges, and the place of the image's tokens in a transformer's attention.
+"""List the models that the node merges, and the place of the image's tokens in their attention.
 
 All of them pass q, k and v to `optimized_attention_override` after rotation. Only UNets have an
 `attn1_patch` before their projections, in which whole tokens can merge.

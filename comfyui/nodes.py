@@ -1,4 +1,4 @@
-"""The node: it takes a model and returns one that merges in its large self-attention layers."""
+"""Define the node, which returns a model that merges in its large self-attention layers."""
 
 from __future__ import annotations
 

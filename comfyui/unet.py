@@ -1,4 +1,4 @@
-"""Self-attention of a UNet: its keys merge with `keep`, whole tokens merge around it with `tau`.
+"""Merge in a UNet's self-attention: keys with `keep`, whole tokens around it with `tau`.
 
 ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections,
 all three [B, L, C]. It calls an "attn1_output_patch" with (output, extra_options) after the

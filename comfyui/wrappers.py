@@ -1,4 +1,4 @@
-"""Two wrappers around the engine's calls, which merge during a run of the sampler.
+"""Wrap two of the engine's calls, so that layers merge during a run of the sampler.
 
 `outer_sample` wraps a run, `apply_model` each call of the model. They put patches into that call's
 options only. What a call needs to know is a `Call` in its `transformer_options`. Nothing is kept

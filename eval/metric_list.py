@@ -1,4 +1,4 @@
-"""Every metric by name: how tables show it, which block it belongs to, what it is computed on.
+"""List every metric by name: how tables show it, which block it belongs to, what it is computed on.
 
 Fidelity compares an image with the baseline's of the same prompt, seed and starting noise. Quality
 compares a set with a named reference set, or an image with its prompt. The two are never mixed.

@@ -106,18 +106,10 @@ def mame(
 def mame(
     target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> Iterator[Any]:
-    """Merge for a `with` block.
+    """Merge for a `with` block, with the arguments and the handle of `apply_mame`.
 
     After the block, even if it raised an error, the merging that was applied before is in force
     again.
-
-    Args:
-        target: see `apply_mame`.
-        config: see `apply_mame`.
-        fields: see `apply_mame`.
-
-    Yields:
-        The handle of `apply_mame`.
     """
     apply, restored = _room_of(target, fields)
     with restored(target):

@@ -1,12 +1,7 @@
 """Slow, plain float64 loops: what every fast path is tested against, outputs and gradients.
 
-* The paper's method (arXiv 2604.13432) in its settled form: `TokenPlan`.
-* Attention over kept keys, sizes counted and values fitted by an explicit inverse:
-  `merged_attention`.
-
+`TokenPlan` is the paper's method (arXiv 2604.13432), `merged_attention` attention over merged keys.
 `mame_sd.core.reference` has groups, plain images and restoring.
-
-One sample, and of it one source or head, is computed at a time. Everything is differentiable.
 """
 
 from __future__ import annotations
@@ -121,12 +116,22 @@ def token_plan(
 # -------------------------------------------------------------------- groups
 
 
-def tiles_of(rows: int, columns: int, tile_size: int) -> list[tuple[int, int]]:
-    """Return the tile of each token of a plane, row after row; sides are cut evenly."""
+def tiles_of(size: tuple[int, ...], tile_size: int) -> list[tuple[int, int]]:
+    """Return the tile of each token of a sequence, an image or a video; sides are cut evenly.
+
+    A video is cut as a plane of t * h rows, in which the rows y of all frames are neighbours.
+    """
+    frames, height, columns = (1, 1, *size)[-3:]
+    rows = frames * height
     down = max(1, round(rows / tile_size)) if tile_size else 1
     wide = tile_size if rows > 1 else tile_size**2
     across = max(1, round(columns / wide)) if tile_size else 1
-    return [(y * down // rows, x * across // columns) for y in range(rows) for x in range(columns)]
+    return [
+        ((y * frames + frame) * down // rows, x * across // columns)
+        for frame in range(frames)
+        for y in range(height)
+        for x in range(columns)
+    ]
 
 
 def means(t: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -260,10 +265,7 @@ def _shares(at: list[int], of_all: Tensor | None) -> Tensor:
 
 
 def _kept(images: Sequence[Image], b: int, count: int) -> tuple[list[list[int]], list[int], slice]:
-    """Return the members and the mask's column of each kept key of a sample.
-
-    The third result says which of the kept keys are merged ones.
-    """
+    """Return members and mask's column of each kept key of a sample, and the merged ones."""
     members: list[list[int]] = []
     columns: list[int] = []
     end = 0

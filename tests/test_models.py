@@ -87,10 +87,7 @@ def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
 
 
 def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
-    """Check Qwen-Image 2.1, which attends to keys of its first call.
-
-    They stay unmerged, and the image behind them merges.
-    """
+    """Check Qwen-Image 2.1, which attends to keys of its first call."""
     model, inputs = tiny("QwenImage21Transformer2DModel")
     cache = QwenImage21KVCache(2)
     with torch.no_grad():
@@ -100,10 +97,7 @@ def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
 
 
 def test_keys_of_cached_references_stand_before_the_image() -> None:
-    """Check Flux 2 with text, references of an earlier call, and the image.
-
-    The call that fills the cache is left alone.
-    """
+    """Check Flux 2 with text, references of an earlier call, and the image."""
     model, inputs = tiny("Flux2Transformer2DModel")
     for module in model.modules():
         kind = {
@@ -155,12 +149,7 @@ def test_the_last_of_several_images_merges() -> None:
 
 
 def test_refiners_of_z_image_are_told_from_the_whole_sequence() -> None:
-    """Check two kinds of sequences of one length.
-
-    In the omni mode a reference and what SigLIP sees of it fill 64 tokens each, so that the refiner
-    of images has as many tokens as image and SigLIP's together. If captions are as long as the
-    image, only its path tells the refiner of text.
-    """
+    """Check sequences of one length: a reference with SigLIP's tokens, and long captions."""
     omni = images.omni()
     big = normal(4, 1, 10, 24)  # 5 x 12 tokens
     omni["x"] = [[big, omni["x"][i][1]] for i in range(2)]
@@ -209,10 +198,7 @@ def test_captions_of_unequal_length_put_images_elsewhere() -> None:
     [("Ideogram4Transformer2DModel", TEXT), ("HiDreamImageTransformer2DModel", 0)],
 )
 def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int) -> None:
-    """Check Ideogram 4, which pads captions at their left, and HiDream, at their right.
-
-    In both samples the image is at the same place, and it merges as the loop does.
-    """
+    """Check Ideogram 4, which pads captions at their left, and HiDream, at their right."""
     model, inputs = tiny(name)
     for text, value in inputs.items():  # what the second sample lacks: that of Ideogram is masked
         if text.startswith("encoder_hidden_states_"):
@@ -257,10 +243,7 @@ def test_keys_that_unets_add_stay_whole() -> None:
 
 @pytest.mark.parametrize("conditions", [(), (9,), (9, 25)], ids=str)
 def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...]) -> None:
-    """Check coordinates of diffusers' own pipeline.
-
-    It puts frames of conditions before the video.
-    """
+    """Check the pipeline's own coordinates, with frames of conditions before the video."""
     model, inputs = tiny("LTXVideoTransformer3DModel")
     pipe = LTXConditionPipeline
     ids = [

@@ -1,4 +1,6 @@
-"""The wheel holds everything that a user needs and puts nothing else at top level."""
+"""Names of the package, and the wheel, which holds all that a user needs and nothing else."""
+
+from __future__ import annotations
 
 import json
 import re
@@ -7,10 +9,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import mame_sd
 from mame_sd.embedded.model import embedded_models
 from scripts.release import set_links
 
@@ -62,14 +66,7 @@ def texts(wheel: Path) -> dict[str, str]:
 def test_only_mame_sd_lands_at_top_level_with_both_commands(texts: dict[str, str]) -> None:
     names = set(texts)
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"mame_sd"}
-    for needed in (
-        "py.typed",
-        "embedded/model.py",
-        "prompts/demo.txt",
-        "pipelines/stable_diffusion_mame.py",
-        "eval/report/templates/report.html.j2",
-    ):
-        assert f"mame_sd/{needed}" in names
+    assert {"mame_sd/py.typed", "mame_sd/prompts/demo.txt"} <= names
     assert any(n.endswith("licenses/LICENSE") for n in names)
     evaluation = [
         path
@@ -142,3 +139,12 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
     (_, module), scores = lines[place].split(), "".join(lines[place + 1 :])
     assert module == "mame_sd.pipelines.stable_diffusion_mame"
     assert json.loads(scores)["metrics"]["psnr"]["equal"] == 1
+
+
+def test_every_public_name_is_there_and_loads_nothing_before_it_is_asked_for() -> None:
+    for name in mame_sd.__all__:
+        assert getattr(mame_sd, name) is not None, name
+    assert mame_sd.__version__ == version("mame-sd")
+    code = "import sys, mame_sd; dir(mame_sd); mame_sd.__version__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n"

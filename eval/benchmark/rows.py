@@ -1,4 +1,4 @@
-"""Rows of a benchmark: the unmerged model, merging, tomesd, and simpler rivals."""
+"""List the rows of a benchmark: the unmerged model, merging, tomesd, and simpler rivals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suites of ``benchmark``: model, prompts, sampling and metrics, for minutes or for hours."""
+"""List the suites of ``benchmark`` (model, prompts, sampling, metrics), for minutes or hours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passages that a model continues after its cache was shortened.
+"""Cut passages that a model continues after its cache was shortened.
 
 They come from a folder of HTML, Python and plain text. Files are divided into two halves by their
 names: "development", on which a method may be tuned, and "report".

@@ -1,4 +1,4 @@
-"""The paper's sketch of causal merging for caches.
+"""Merge by the paper's sketch of causal merging for caches.
 
 Destinations are at odd positions, sources at even ones. Paper, "Future Work": W^F is multiplied by
 M, with M_ij = 1 if source j isn't later than destination i. Taken literally, W^F still normalises

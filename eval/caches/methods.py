@@ -1,4 +1,4 @@
-"""Methods that are measured: published ones that drop keys, and our own.
+"""List the measured methods: published ones that drop keys, and our own.
 
 Each published one is a function that scores keys. They take one sample without padding, as the
 command measures them.

@@ -1,4 +1,4 @@
-"""Rows of the table: every method, in the order in which they run."""
+"""List the rows of the table: every method, in the order in which they run."""
 
 from __future__ import annotations
 

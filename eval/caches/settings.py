@@ -1,4 +1,4 @@
-"""Options of `mame-sd-eval cache`."""
+"""Define the options of `mame-sd-eval cache`."""
 
 from __future__ import annotations
 

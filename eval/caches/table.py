@@ -1,4 +1,4 @@
-"""The table of `mame-sd-eval cache`.
+"""Write the table of `mame-sd-eval cache`.
 
 It has means over passages, and paired differences to the best method that drops keys.
 """

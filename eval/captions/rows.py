@@ -1,4 +1,4 @@
-"""Rows of the caption table: the tokens of an image that the language model reads.
+"""List the rows of the caption table: the image tokens that the language model reads.
 
 All rows use the same calls of the model (`mame_sd.captions.shorten`); a row only chooses the
 vectors of an image. Each image is processed alone, so that no row depends on a batch.

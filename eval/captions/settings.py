@@ -1,4 +1,4 @@
-"""Options of `mame-sd-eval caption`."""
+"""Define the options of `mame-sd-eval caption`."""
 
 from __future__ import annotations
 

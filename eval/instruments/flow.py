@@ -1,4 +1,4 @@
-"""Samples of a rectified flow."""
+"""Sample a rectified flow."""
 
 from __future__ import annotations
 

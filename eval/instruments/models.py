@@ -1,4 +1,4 @@
-"""The instruments' models: what they are, what they are conditioned on, and their weights."""
+"""Define the instruments' models: their conditions and their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CLIP score (Hessel et al., 2021) and the cosine of two images' CLIP embeddings.
+"""Compute the CLIP score (Hessel et al., 2021) and the cosine of two images' CLIP embeddings.
 
 Own code, because torchmetrics' CLIPScore (1.9) fails with transformers 5, and cuts long captions
 without their end token, so that all of them get similar scores. Here the tokenizer cuts them and

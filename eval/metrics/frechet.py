@@ -1,4 +1,4 @@
-"""Frechet distance between two sets of features as Gaussians (Heusel et al., 2017).
+"""Compute the Frechet distance between two sets of features as Gaussians (Heusel et al., 2017).
 
 Own code, because torchmetrics takes no file of statistics (`--reference photos.npz`). For 200
 images with 2,048 features it also takes 3.9 CPU seconds instead of .02.

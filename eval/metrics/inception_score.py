@@ -1,4 +1,4 @@
-"""Inception score (Salimans et al., 2016).
+"""Compute the Inception score (Salimans et al., 2016).
 
 It measures how sure a classifier is of each image, and how varied its answers are. Own code,
 because torchmetrics' standard deviation over parts is not the published one (it divides by the

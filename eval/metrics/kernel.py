@@ -1,4 +1,4 @@
-"""Kernel distance between two sets of features (KID, Binkowski et al., arXiv 1801.01401).
+"""Compute the kernel distance between two sets of features (KID, arXiv 1801.01401).
 
 It is the squared maximum mean discrepancy by a cubic polynomial kernel, unbiased for any number of
 images. Own code, because torchmetrics can't compare sets of different sizes: it draws subsets of

@@ -1,4 +1,4 @@
-"""LPIPS of image pairs (Zhang et al., 2018, version 0.1): how different a person would find them.
+"""Compute LPIPS of image pairs (Zhang et al., 2018, version 0.1), a perceptual distance.
 
 It is the distance between unit-length features of a classifier, weighted per channel, and 0 for
 equal images. Own code, because torchmetrics and the authors' package build their networks with

@@ -1,4 +1,4 @@
-"""PSNR of image pairs.
+"""Compute the PSNR of image pairs.
 
 `psnr` is torchmetrics'. `object_psnr` is own code, because torchmetrics takes no masks. Each pair
 has its own value, because pooling the errors first hides the worst images.

@@ -1,4 +1,4 @@
-"""SSIM of image pairs (Wang et al., 2004), by torchmetrics.
+"""Compute the SSIM of image pairs (Wang et al., 2004), by torchmetrics.
 
 As in the authors' code, the Gaussian window has 11 x 11 pixels and a sigma of 1.5, K1 = 0.01 and
 K2 = 0.03, and only places count where the whole window fits. torchmetrics' own mean includes the

@@ -1,4 +1,4 @@
-"""Features of images, for distances between sets.
+"""Extract features of images, for distances between sets.
 
 Inception gives features for FID and KID and logits for the Inception score in one pass, DINOv2
 features for FD-DINOv2 (arXiv 2306.04675). Both sides of every comparison are resized as clean-fid

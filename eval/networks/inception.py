@@ -1,4 +1,4 @@
-"""The Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05.
+"""Build the Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05.
 
 Own code, because torchmetrics takes this network from torch-fidelity, which imports torchvision
 (see `eval.metrics.lpips`). It has 1,008 classes and differs from torchvision's: average pools leave

@@ -1,4 +1,4 @@
-"""A published diffusion model from a package registry: a consistency model of terrain.
+"""Build a published diffusion model from a package registry: a consistency model of terrain.
 
     model = load_terrain()
     heights = model.denoise(80 * noise, 80.0, difficulty)  # [B, 1, h, w] in -1..1

@@ -1,4 +1,4 @@
-"""Images or clips to classify.
+"""Read images or clips to classify.
 
 They are a folder of class folders, as torchvision and timm read them, or a folder of images without
 labels. A clip is a folder of frames, or a video file that PyAV reads (`pip install

@@ -1,4 +1,4 @@
-"""What a row of a classification benchmark does to a model.
+"""Apply a row of a classification benchmark to a model.
 
 It does nothing, merges, applies a rival's rule, or shows smaller images. A method with a knob can
 be brought to the FLOPs of another one: `at_flops` finds the value by counting.

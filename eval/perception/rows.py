@@ -1,4 +1,4 @@
-"""The rows of `classify`: names that say what runs, and the suites that list them.
+"""List the rows of `classify`: names that say what runs, and suites of them.
 
 docs/perception-classify.md says what each name means. `mame-0.8-unrefined` and names like it are
 the paper's ablations.

@@ -1,4 +1,4 @@
-"""What rivals do to the tokens of one block between attention and MLP: pure functions of tensors.
+"""Define, as pure functions, what rivals do to a block's tokens between attention and MLP.
 
 * `ToMe` (Bolya et al., arXiv 2210.09461): bipartite soft matching on the keys' mean over heads. It
   removes r tokens in every block, weights means by size and makes attention proportional;

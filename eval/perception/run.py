@@ -1,4 +1,4 @@
-"""A classification benchmark from images to results: answers of every row, speed and checks.
+"""Run a classification benchmark: answers of every row, speed and checks.
 
     OUT/answers/, OUT/bench.jsonl      see `answers`
     OUT/results.json                   all results so far, rewritten after each step

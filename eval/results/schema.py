@@ -1,4 +1,4 @@
-"""The schema of a benchmark's results.
+"""Define the schema of a benchmark's results.
 
 `benchmark` and `classify` fill it in, results.json holds it, and the report reads it.
 `Results.to_json` returns the content of results.json; `eval.results.read.parse` reads and checks

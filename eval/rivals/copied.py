@@ -1,4 +1,4 @@
-"""The copying rival of restoring by a fit.
+"""Copy the nearest token instead of restoring by a fit: a rival.
 
 MLPs and blocks are computed on the same tokens, and each other token is a copy of the nearest of
 them, as in token merging (ToMe, arXiv 2210.09461; MaRe).

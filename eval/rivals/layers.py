@@ -1,4 +1,4 @@
-"""Rivals in the library's own layers: its hooks and layers, with a rival's plan instead of ours.
+"""Run rivals in the library's own hooks and layers, with a rival's plan instead of ours.
 
 So every rival gets the same calls, the same checks and the same counting, and differs only in what
 merges.

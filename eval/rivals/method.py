@@ -1,4 +1,4 @@
-"""A rival as a method that a run installs on its model, as it does merging."""
+"""Install a rival on a run's model, as merging is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rivals that don't look at the tokens: keys at fixed or random places, means, mean attention.
+"""Plan rivals that ignore the tokens: keys at fixed or random places, means, mean attention.
 
 Each function takes tokens x [B, L, C] that lie in (h, w) and a source of random numbers, and
 returns a plan, whose `merge` turns tokens [B, L, C] into [B, L', C].

@@ -1,4 +1,4 @@
-"""ToMA's merging (arXiv 2509.10918) in the attention layers, written from the paper.
+"""Compute ToMA's merging (arXiv 2509.10918) in the attention layers, written from the paper.
 
 In each tile, k destinations are chosen greedily so that sum_i max_j cos(x_i, x_j) over destinations
 j grows most (facility location). Each token is divided among them by softmax(cos / temperature):

@@ -1,4 +1,4 @@
-"""tomesd, the rival that merging is compared with, as a method that a run installs."""
+"""Install tomesd, the rival that merging is compared with, on a run's model."""
 
 from __future__ import annotations
 

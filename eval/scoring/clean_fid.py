@@ -1,4 +1,4 @@
-"""FID by the package clean-fid (Parmar et al., CVPR 2022, arXiv 2104.11222), for ``--fid-backend``.
+"""Compute FID by the package clean-fid (Parmar et al., arXiv 2104.11222), for ``--fid-backend``.
 
 The package is an extra of its own: it needs torchvision, whose wheels from PyPI break diffusers
 next to a CPU build of torch.

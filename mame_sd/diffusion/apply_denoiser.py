@@ -111,15 +111,8 @@ def build_handle(
 ) -> MaMeHandle:
     """Make a handle for `target` whose hooks are not installed yet.
 
-    Args:
-        target: see `apply_mame`.
-        config: the settings.
-        active: if False, the hooks don't merge until they are activated.
-        kernel: see `apply_mame`.
-
-    Raises:
-        TypeError: as for `apply_mame`.
-        ValueError: as for `apply_mame`.
+    If not `active`, the hooks don't merge until they are activated. All other arguments and the
+    errors are those of `apply_mame`.
     """
     root = denoiser_of(target)
     tops = {"", *(root if isinstance(root, nn.ModuleDict) else ())}  # paths of the denoisers

@@ -306,12 +306,7 @@ class LayerHook:
 class MergeHook(LayerHook):
     """Merge in one layer, and in deepcopies of its module.
 
-    Args:
-        shared: see `LayerHook`.
-        stats: see `LayerHook`.
-        layer: adapter of the kind of module.
-        layouts: see `LayerHook`.
-        number: see `LayerHook`.
+    `layer` is the adapter of the kind of module. All other arguments are those of `LayerHook`.
     """
 
     name = "mame"

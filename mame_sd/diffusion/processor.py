@@ -121,23 +121,10 @@ class MaMeAttnProcessor:
         ip_adapter_masks: Any = None,
         ip_hidden_states: Any = None,
     ) -> Tensor:
-        """Compute the attention's output [B, L, C].
+        """Compute the attention's output [B, L, C] of tokens `hidden_states` [B, L, C].
 
-        The keywords are those that diffusers' processors name: diffusers passes no others.
-
-        Args:
-            attn: the attention module.
-            hidden_states: tokens [B, L, C].
-            encoder_hidden_states: tokens of the text in cross-attention, [B, N, C'].
-            attention_mask: see diffusers.
-            temb: see diffusers.
-            image_rotary_emb: see diffusers.
-            query_rotary_emb: see diffusers.
-            key_rotary_emb: see diffusers.
-            rotary_emb: see diffusers.
-            base_sequence_length: see diffusers.
-            ip_adapter_masks: see diffusers.
-            ip_hidden_states: see diffusers.
+        The keywords are those that diffusers' processors name: diffusers passes no others. The text
+        of a cross-attention is `encoder_hidden_states` [B, N, C'].
         """
         if self.inner is None:
             rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb

@@ -1,9 +1,6 @@
 """Caches that reuse parts of earlier steps: DeepCache for UNets, diffusers' hooks.
 
-`enable` and `disable` put one on a pipeline (DeepCache) or its denoiser and take it off. A run of
-several steps goes in `one_run`. Pipelines of models that are no `CacheMixin` (UNets, Stable
-Diffusion 3) do not reset a cache between two images. Nor do they tell it whose state it is to take.
-So the second image would begin with the first one's.
+`one_run` resets them, which pipelines of models that are no `CacheMixin` don't do.
 """
 
 from __future__ import annotations
@@ -54,22 +51,13 @@ class Timestep:
 
 @dataclass(eq=False)
 class Cache:
-    """One cache.
-
-    Args:
-        name: as its authors call it; diffusers' class of its settings begins with it.
-        settings: that class takes these, and where it asks for one a call that gives the timestep.
-    """
+    """A cache: how the name of diffusers' class of its settings begins, and what that takes."""
 
     name: str
     settings: dict[str, Any]
 
     def enable(self, target: Any) -> None:
-        """Put the cache on the denoiser of `target` by `enable_cache`.
-
-        Models that are no CacheMixin get that method too. It raises what diffusers raises for
-        models that it can't cache.
-        """
+        """Put the cache on the denoiser of `target`, which becomes a CacheMixin."""
         denoiser: Any = denoiser_of(target)
         kind = type(denoiser)
         if not isinstance(denoiser, CacheMixin):
@@ -124,10 +112,7 @@ PYRAMID = Cache(
 
 
 def faster(distilled: bool = False) -> Cache:
-    """Make a FasterCache (arXiv 2410.19355).
-
-    It caches self-attention and, unless `distilled`, the unguided half of each batch.
-    """
+    """Cache self-attention and, unless `distilled`, the unguided half (arXiv 2410.19355)."""
     settings = {
         "attention_weight_callback": lambda module: 0.3,
         "tensor_format": "BCHW",
@@ -142,20 +127,13 @@ FIRST = Cache("FirstBlockCache", {"threshold": 10.0})
 
 
 def magnitude(steps: int) -> Cache:
-    """Make a MagCache (github.com/Zehong-Ma/MagCache).
-
-    It skips all blocks every other step after the first quarter of `steps`.
-    """
+    """Skip all blocks every other step after a quarter (github.com/Zehong-Ma/MagCache)."""
     ratios = {"num_inference_steps": steps, "mag_ratios": [1.0] * steps}
     return Cache("MagCache", {"max_skip_steps": 1, "retention_ratio": 0.25, **ratios})
 
 
 def taylorseer(layers: str) -> Cache:
-    """Make a TaylorSeer (arXiv 2503.06923).
-
-    It extrapolates attention of these layers from the last two outputs, every other step after the
-    second.
-    """
+    """Extrapolate attention of these layers every other step (arXiv 2503.06923)."""
     every = {"cache_interval": 2, "disable_cache_before_step": 2}
     own = {"taylor_factors_dtype": torch.float32, "cache_identifiers": [layers]}
     return Cache("TaylorSeer", {**every, **own})

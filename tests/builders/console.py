@@ -6,10 +6,7 @@ import pytest
 
 
 def error_of(capsys: pytest.CaptureFixture[str], silent: bool = False) -> str:
-    """Return the one error line that stderr ends with.
-
-    If `silent`, nothing may have gone to stdout.
-    """
+    """Return the one error line that ends stderr. If `silent`, stdout must be empty."""
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert not (silent and out)

@@ -1,7 +1,4 @@
-"""Threads, and processes that are forked from this one.
-
-A fresh process would first load all libraries.
-"""
+"""Threads, and processes that are forked from this one, which has loaded all libraries."""
 
 from __future__ import annotations
 
@@ -60,18 +57,7 @@ def in_child(run: Callable[[], object]) -> int:
 
 
 def in_two_processes(run: Callable[[], int], folder: Path) -> str:
-    """Call `run` in each of two processes of one run, with a launcher's environment.
-
-    Args:
-        run: Returns an exit status.
-        folder: Gets what the processes write.
-
-    Returns:
-        What both wrote to stdout.
-
-    Raises:
-        AssertionError: If one of them failed or did not end, with what they wrote to stderr.
-    """
+    """Call `run` in two processes as a launcher does; return what both wrote to stdout."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     fork = multiprocessing.get_context("fork")

@@ -58,10 +58,7 @@ class Elements(HTMLParser):
 
 
 def example(folder: Path, side: int = 48, prompts: tuple[str, ...] = PROMPTS) -> Results:
-    """results.json's content; draws the images of its runs into `folder`.
-
-    Row tomesd-25 is not measured.
-    """
+    """Return the content of results.json, and draw the images of its runs into `folder`."""
     texts = {f"{n:05d}_0": text for n, text in enumerate(prompts, 1)}
     columns = [asdict(METRICS[name]) for name in COLUMNS]
     baseline = _draw(folder / "runs" / "baseline" / "images", list(texts), side, 0)

@@ -1,7 +1,4 @@
-"""Weights and pictures that are the same on every machine.
-
-So an oracle's answers can be recorded next to a test.
-"""
+"""Weights and pictures that are the same on every machine, for recorded answers of oracles."""
 
 from __future__ import annotations
 
@@ -14,20 +11,14 @@ from torch import Tensor
 
 
 def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return float32 in [-1, 1) that depends on `name` alone.
-
-    They come from NumPy's PCG64, whose stream does not change between versions.
-    """
+    """Return float32 in [-1, 1) that depends on `name` alone, in every version of NumPy."""
     bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
     numbers = (bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1
     return torch.from_numpy(numbers).float().reshape(shape)
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Make a state dict that keeps activations near 1.
-
-    Convolutions are scaled by the number of their inputs, and norms are near the identity.
-    """
+    """Make a state dict that keeps activations near 1."""
     tensors = {}
     for name, shape in shapes.items():
         values = uniform(name, shape)
@@ -57,10 +48,7 @@ def inception_weights(convolutions: dict[str, list[int]]) -> dict[str, Tensor]:
 
 
 def picture(name: str, height: int, width: int) -> np.ndarray:
-    """uint8 [height, width, 3], smooth with fine noise.
-
-    Plain float64 arithmetic: no pixel rounds otherwise elsewhere.
-    """
+    """Draw uint8 [height, width, 3], smooth with fine noise, in float64 arithmetic."""
     smooth = _stretched(
         _stretched(uniform(name, (5, 7, 3)).numpy().astype(np.float64), height).swapaxes(0, 1),
         width,

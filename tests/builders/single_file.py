@@ -33,12 +33,7 @@ VAE = {
 
 
 def unet_key(key: str, layers: int) -> str:
-    """Return the original name of a UNet2DConditionModel's weight.
-
-    Args:
-        key: The name in diffusers.
-        layers: `layers_per_block` of the model.
-    """
+    """Return the original name of a UNet2DConditionModel's weight with `layers` per block."""
     if key in UNET_ENDS:
         return str(UNET_ENDS[key])
     match = re.match(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)", key)

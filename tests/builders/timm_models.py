@@ -1,8 +1,6 @@
-"""timm's models, also where no torchvision can be imported beside torch.
+"""timm's models, also if torchvision can't be imported.
 
-timm asks for torchvision when it is imported, for its data and for one norm. torchvision's wheels
-fit one build of torch alone: beside another one they do not import. Models need none of it, so that
-names stand in for it while timm is imported, and are gone afterwards.
+timm imports torchvision for its data and one norm, but torchvision's wheels fit one build of torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Tiny real diffusers models, shared by all tests: nothing is downloaded and nothing is mocked.
+"""Tiny real diffusers models with random weights: nothing is downloaded and nothing is mocked.
 
-Weights are random (seeded, without touching the global generator), so images mean nothing; shapes,
-hooks, schedulers, saving and loading are the real thing. Random weights have far fewer similar
-tokens than trained ones, so tests lower `tau` and `min_tokens` where something should merge.
+Few of their tokens are similar, so tests lower `tau` and `min_tokens` if something should merge.
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ TEXT_DIM = 16
 
 
 def seeded(build: Any, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Return `build(*args, **kwargs)` in eval mode, with weights drawn from `seed`.
-
-    The global generator is left alone.
-    """
+    """Return `build(*args, **kwargs)` in eval mode, without touching the global generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(*args, **kwargs).eval()
@@ -66,10 +61,7 @@ def one_level_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
 
 
 def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
-    """Make a UNet like SDXL's.
-
-    It has no attention at full resolution, two blocks at the second level, and added time and text.
-    """
+    """Make a UNet like SDXL's, with two attention blocks at the second level only."""
     config: dict[str, Any] = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -83,10 +75,7 @@ def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
 
 
 def tiny_vae(seed: int = 1) -> AutoencoderKL:
-    """Make an autoencoder of factor 2 (`FACTOR`).
-
-    Its middle block has a 4-D attention that must never be merged.
-    """
+    """Make an autoencoder of factor 2, with a 4-D attention that must never be merged."""
     return seeded(
         AutoencoderKL,
         seed,
@@ -146,10 +135,7 @@ def tiny_components(scheduler: str = "ddim", **unet: Any) -> dict[str, Any]:
 
 
 def tiny_pipeline(scheduler: str = "ddim", **unet: Any) -> StableDiffusionPipeline:
-    """Make a StableDiffusionPipeline of 32 x 32 pixels, with levels of 256 and 64 tokens.
-
-    `unet` overrides its config.
-    """
+    """Make a pipeline of 32 x 32 pixels: levels of 256 and 64 tokens. `unet` is its config."""
     pipe = StableDiffusionPipeline(**tiny_components(scheduler, **unet))
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -190,6 +176,17 @@ def unet_inputs(
     return inputs
 
 
+def gligen_inputs(unet: UNet2DConditionModel) -> dict[str, Any]:
+    """Return `unet_inputs` with three boxes for a gated self-attention."""
+    generator = torch.Generator().manual_seed(0)
+    boxes = {
+        "boxes": torch.rand(2, 3, 4, generator=generator),
+        "positive_embeddings": torch.randn(2, 3, 16, generator=generator),
+        "masks": torch.ones(2, 3),
+    }
+    return {**unet_inputs(unet), "cross_attention_kwargs": {"gligen": boxes}}
+
+
 def run_unet(unet: UNet2DConditionModel, **kwargs: Any) -> torch.Tensor:
     """Return the UNet's output [B, 4, height, width] for `unet_inputs(unet, **kwargs)`."""
     with torch.no_grad():
@@ -197,10 +194,7 @@ def run_unet(unet: UNet2DConditionModel, **kwargs: Any) -> torch.Tensor:
 
 
 def save_tiny_clip(folder: Path) -> Path:
-    """Save a small CLIP with random weights as the hub has OpenAI's.
-
-    That is pytorch_model.bin with a tokenizer and an image processor.
-    """
+    """Save a small CLIP with random weights in the files in which the hub has OpenAI's."""
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
     tokenizer = tiny_tokenizer()

@@ -374,8 +374,15 @@ def test_other_caches_and_kernels_are_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize("part", ["", "model.layers.1", "model.layers.1.self_attn"])
-@pytest.mark.parametrize("way", ["wrapped", "call", "forward"])
+@pytest.mark.parametrize(
+    ("part", "way"),
+    [
+        ("", "wrapped"),
+        ("model.layers.1", "wrapped"),
+        ("model.layers.1.self_attn", "call"),
+        ("", "forward"),
+    ],
+)
 def test_compiled_models_are_refused(part: str, way: str) -> None:
     """A graph that was there before the block knows none of its hooks."""
     model = copy.deepcopy(tiny("llama"))
@@ -385,8 +392,7 @@ def test_compiled_models_are_refused(part: str, way: str) -> None:
     elif way == "call":
         module.compile(backend="eager")
     elif part:
-        owner, _, name = part.rpartition(".")
-        model.get_submodule(owner).register_module(name, torch.compile(module, backend="eager"))
+        model.set_submodule(part, torch.compile(module, backend="eager"))
     else:
         model = torch.compile(model, backend="eager")
     with (

@@ -1,7 +1,4 @@
-"""Calls of one captioner don't affect one another.
-
-Threads, blocks, copies, padding, and what observes a `generate`.
-"""
+"""Test that calls of one captioner don't affect one another: threads, blocks, copies, padding."""
 
 from __future__ import annotations
 

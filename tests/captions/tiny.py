@@ -99,10 +99,7 @@ def qwen(older: bool = False) -> Any:
 
 
 def prompts(rows: list[list[int]], right: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    """Return ids and mask of prompts with images of these lengths between words.
-
-    Shorter prompts are padded on the left or the right.
-    """
+    """Return ids and mask of prompts with images of these lengths between words, padded."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(count: int) -> list[int]:
@@ -197,16 +194,10 @@ def logits_by_hand(
     new: int = 0,
     axes: list[list[int]] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Compute the logits of one prompt without padding, and the `new` likeliest next tokens.
+    """Compute the logits of one prompt from scratch, and the `new` likeliest next tokens.
 
-    Every token is computed from scratch. Positions are those of the whole prompt.
-
-    Args:
-        model: A LLaVA.
-        ids: The prompt's ids as the processor wrote them.
-        seen: For each image, the vector of each of its image tokens, or None if it is removed.
-        new: Number of tokens to write.
-        axes: Positions of each token of the prompt. If None, they are counted.
+    For each image, `seen` has the vector of each image token, or None if it is removed. `axes` are
+    the positions of the tokens of the whole prompt; if None, they are counted.
     """
     given = iter([one for image in seen for one in image])
     table = model.get_input_embeddings().weight

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from diffusers import StableDiffusionPipeline
 from transformers import CLIPImageProcessorPil, CLIPProcessor
-from typer.main import get_command
 
 from mame_sd.cli import app as cli
 from mame_sd.cli import console
@@ -61,13 +60,10 @@ generate ' ' | expected a prompt, got an empty one
 generate --prompts | Option '--prompts' requires an argument; mame-sd generate --help shows
 generate --prompts . | .: expected a prompt file, got a folder; give a file in it
 generate x --steps 0 | --steps: expected at least 1, got 0
-generate x --images-per-prompt -1 | --images-per-prompt: expected at least 1
-generate x --num 0 | --num: expected at least 1, got 0
 generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
 generate x --seed -1 | --seed: expected a whole number from 0
 generate x --keep 25% | --keep: expected a number, got '25%'
 generate x --guidance nan | --guidance: expected a finite number, got nan
-generate x --tau nan | --tau: expected a number from -1 to 1, got nan
 generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
 generate x --config kep=0.5 | unknown setting 'kep'; did you mean 'keep'?
 generate x --config tile_size | --config tile_size: expected a .json file of settings
@@ -77,7 +73,6 @@ generate x --config a.yaml | a.yaml: expected a .json file of settings such as
 generate x --model a/b --lora '' | --lora : expected a .safetensors file, a folder or a hub id
 generate x --model a/b --lora nobody/nothing:inf | expected a finite scale after the colon
 generate x --model '' | --model: expected a folder, file or hub id, got nothing; give one
-generate x --config none.json | but it can't be read (No such file or directory); check the path
 generate x --dtype int8 | --dtype: expected auto, float32
 generate x --device abacus | --device: expected auto, cpu, cuda, cuda:N or mps, got 'abacus'
 generate x --device cuda:7 | --device cuda:7: expected auto or a device of this machine (cpu
@@ -87,20 +82,14 @@ generate x --model ./none | --model ./none: expected a folder
 generate x --model nobody/nothing | --model nobody/nothing: expected a folder, or a model of the hub
 generate x --single-file-config x | expected a .safetensors file as --model, got none; leave it out
 generate x --revision main | --revision: expected a hub id as --model, got none; leave it out
-generate x --model . | got one without model_index.json
-compare | expected prompts, got none
 compare '' --model ./none | expected a prompt, got an empty one
-compare x --rounds 0 | --rounds: expected at least 1, got 0; raise it
 compare x --out a.jpg | --out a.jpg: expected a file ending in .png, got .jpg; name a file
 compare x --out . | --out .: expected a file ending in .png, got a folder
 sheet none | none: expected the folder of a run, got no such folder; make one with mame-sd gen
 sheet . | .: expected the folder of a run, got one without samples.jsonl
 calibrate --model ./none --out /dev/null | --out /dev/null: expected a folder, got the file
 generate x --out LONG | can't be written (File name too long)
-generate --prompts LONG.txt | the prompt file can't be read (File name too long)
 generate x --model LONG | found nothing there; check the path
-generate x --config LONG.json | LONG
-compare x --out /dev/null/a.png | expected a folder, got the file /dev/null
 """
 
 
@@ -210,9 +199,7 @@ def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
     given += ["--steps", "1", "--model"]
     for others, message in (
         ("empty/tiny --baseline", "mame: settings there, null here"),
-        ("empty/tiny --keep 0.5", "mame.keep: 0.25 there, 0.5 here"),
         ("empty/tiny --tau 0.9", "mame.tau: null there, 0.9 here"),
-        ("empty/tiny --keep 0.125", "mame.keep: 0.25 there, 0.125 here"),
         ("empty/tiny --dtype float16", 'model.dtype: "float32" there, "float16" here'),
         ("empty/tiny --lora a/b", 'model.loras: [] there, [{"name": "a/b", "sha256": ... here'),
         ("empty/tiny --scheduler X", 'model.scheduler: "DDIMScheduler" there, "X" here'),
@@ -271,35 +258,24 @@ def test_a_terminal_shows_loading_and_steps(
     assert "loading " in capsys.readouterr().err
 
 
-def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("key\nant\n")
-    given = ["generate", "--prompts", "a.txt", "\x07key", "star"]
-    assert run_cli(*given, "--num", "3", "--out", "run", quick=True) == 0
-    rows = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
-    assert [row["prompt"] for row in rows] == ["key", "ant", "\x07key"]
-
-
-def test_any_setting_can_be_given_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:
+def test_settings_and_prompts_of_files_go_with_those_of_the_command_line(
+    run_cli: Any, tmp_path: Path
+) -> None:
     tau = "--tau 0.1 --config seed=3,min_tokens=32"
     keep = "--keep 0.5 --config fit_queries=8,tile_size=0,redraw=false,share_guidance_plan=False"
     own: dict[str, Any] = {"fit_queries": 8, "tile_size": 0, "redraw": False}
+    (tmp_path / "mame.json").write_text('{"keep": 0.6, "fit_queries": 8, "seed": 3}')
+    (tmp_path / "a.txt").write_text("key\n")
     for out, options, config in (
         ("a", tau, MaMeConfig(tau=0.1, min_tokens=16, seed=3)),
         ("b", keep, MaMeConfig(keep=0.5, min_tokens=16, share_guidance_plan=False, **own)),
+        ("c", "--config mame.json --tau 0.5", MaMeConfig(tau=0.5, min_tokens=16, seed=3)),
     ):
-        given = ["generate", "key", "--out", out, *options.split()]
+        given = ["generate", "--prompts", "a.txt", "\x07key", "--out", out, *options.split()]
         assert run_cli(*given, quick=True) == 0
         assert MaMeConfig.from_dict(settings_of(tmp_path / out)["mame"]) == config
-
-
-def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "mame.json").write_text('{"keep": 0.6, "fit_queries": 8, "seed": 3}')
-    arguments = ["generate", "key", "--config", "mame.json", "--out"]
-    assert run_cli(*arguments, "a", quick=True) == 0
-    assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0
-    a, b = (settings_of(tmp_path / name)["mame"] for name in "ab")
-    assert (a["keep"], a["tau"], a["fit_queries"], a["seed"]) == (0.6, None, 8, 3)
-    assert (b["keep"], b["tau"], b["fit_queries"], b["seed"]) == (None, 0.5, None, 3)
+        rows = map(json.loads, (tmp_path / out / "samples.jsonl").read_text().splitlines())
+        assert [row["prompt"] for row in rows] == ["key", "\x07key"]
 
 
 def test_help_is_there_on_a_terminal_of_no_width(
@@ -324,20 +300,8 @@ def test_a_bare_command_shows_help_and_both_programs_tell_their_version(
     assert err == ""
     assert PROGRAMS[name](["--version"]) == 0
     assert capsys.readouterr().out == f"{name} {version('mame-sd')}\n"
-    for arguments in (["-h"], ["doctor", "-h"], ["doctor", "--help"]):
-        assert PROGRAMS[name](arguments) == 0
-        assert f"Usage: {name}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("app", [cli.app, evaluation.app])
-def test_help_shows_no_types_of_python(app: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    run = cli.run if app is cli.app else evaluation.run
-    for name in get_command(app).commands:  # type: ignore[attr-defined]
-        assert run([name, "--help"]) == 0
-        said = capsys.readouterr().out
-        assert "--quiet" in said
-        assert "--json" in said
-        assert not re.search(r"<(bool|int|float|str|path)>|list\[", said), name
+    assert PROGRAMS[name](["doctor", "-h"]) == 0
+    assert f"Usage: {name}" in capsys.readouterr().out
 
 
 def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,10 +100,8 @@ def test_bad_input_is_refused_before_anything_is_loaded(
 ) -> None:
     given = ["calibrate", "--model", str(tmp_path / "none"), "--out", str(tmp_path)]
     for options, message in {
-        "--speed 1": "--speed: expected a number above 1, got 1",
         "--speed nan": "--speed: expected a number above 1, got nan",
         "--speed 1.2 --tau 0.8": "No such option: --tau",
-        "--speed 1.2 --num 0": "--num: expected at least 1, got 0",
     }.items():
         assert cli.run([*given, *options.split()]) == 2
         assert message in error_of(capsys)

@@ -186,44 +186,6 @@ def sampled(
     return result
 
 
-def embedded_unet() -> Any:
-    """Load the embedded model's weights into ComfyUI's UNet.
-
-    They have other groups, heads and time embedding than the engine would make.
-    """
-    comfy, path = engine(), Path(embedded_model_path()) / "unet"
-    levels = {
-        "num_res_blocks": [1] * 5,
-        "channel_mult": [1, 2, 4, 6, 7],
-        "transformer_depth": [1, 1, 1, 1, 0],
-    }
-    depth = {
-        "transformer_depth_output": [1, 1] * 4 + [0, 0],
-        "transformer_depth_middle": 1,
-        "context_dim": 192,
-    }
-    model = patcher("SD 1.5", **levels, **depth)
-    network = model.model.diffusion_model
-    weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))
-    names = comfy.utils.unet_to_diffusers({**TINY["SD 1.5"].size, **levels, **depth})
-    for theirs, ours in names.items():
-        if theirs in weights:
-            parent, _, leaf = ours.rpartition(".")
-            setattr(
-                network.get_submodule(parent),
-                leaf,
-                torch.nn.Parameter(weights.pop(theirs).float(), requires_grad=False),
-            )
-    assert not weights
-    heads = {32: 1, 64: 1, 128: 2, 192: 3, 224: 4}
-    for module in network.modules():
-        if isinstance(module, torch.nn.GroupNorm):
-            module.num_groups = 16
-        elif type(module).__name__ == "CrossAttention":
-            module.heads = heads[module.to_q.weight.shape[0]]
-    return model
-
-
 def embedded_transformer() -> Any:
     """Load the embedded transformer's weights into ComfyUI's SD3, by the engine's names."""
     comfy, path = engine(), Path(embedded_model_path("transformer")) / "transformer"

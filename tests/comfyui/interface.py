@@ -42,13 +42,7 @@ class SpatialTransformer(nn.Module):
 
 
 class UNetModel(nn.Module):
-    """Blocks of a UNet, of which one self-attention is called with patches as the engine does.
-
-    Args:
-        blocks: Transformer layers by their block, including the middle's; other blocks have none.
-            Or the one layer of the first block.
-        where: The block of that attention.
-    """
+    """Blocks of a UNet, of which the self-attention at `where` is called as the engine does."""
 
     middle_block: nn.Module | None
 
@@ -106,10 +100,7 @@ def attention_pytorch(
     scale: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute attention as the engine's function of that name does.
-
-    [B, L, H * D], or [B, H, L, D] with `skip_reshape`, becomes [B, L, H * D].
-    """
+    """Compute attention as the engine's function of that name."""
     if not skip_reshape:
         q, k, v = (
             t.reshape(q.shape[0], -1, heads, q.shape[-1] // heads).transpose(1, 2)

@@ -20,39 +20,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Recorded:
-    """One call.
+    """One call; a tuple among its arguments is the shape of a tensor, a list holds several."""
 
-    Attributes:
-        model: the family's class in ComfyUI.
-        q, k, v: shapes of the first three arguments; without v, that of k, without k, that of q.
-        latent: shape of the model's latents.
-        start: where the image begins in the sequence; None: this attention is not the image's.
-        args: those that follow by position; a tuple is the shape of a mask.
-        kwargs: those by keyword, but for transformer_options.
-        grid: (frames, rows, columns) of the image's tokens.
-        attributes: of the model, what says how it cuts the latent into tokens.
-        given: further arguments of the model's call; a tuple is the shape of a tensor, a list holds
-            shapes of several.
-    """
-
-    model: str
+    model: str  # the family's class in ComfyUI
     q: Shape
-    k: Shape
-    v: Shape
+    k: Shape  # without it in the file, that of q
+    v: Shape  # without it in the file, that of k
     latent: Shape
-    start: int | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    grid: tuple[int, int, int] = (1, 8, 12)
-    attributes: dict[str, Any] = field(default_factory=lambda: {"patch_size": 2})
-    given: dict[str, Any] = field(default_factory=dict)
+    start: int | None = None  # of the image in the sequence; None if attention is not the image's
+    args: tuple[Any, ...] = ()  # those after q, k and v by position
+    kwargs: dict[str, Any] = field(default_factory=dict)  # but for transformer_options
+    grid: tuple[int, int, int] = (1, 8, 12)  # frames, rows, columns of the image's tokens
+    attributes: dict[str, Any] = field(default_factory=lambda: {"patch_size": 2})  # of the model
+    given: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's call
 
 
 def _read(value: Any, name: str = "") -> Any:
-    """Return a JSON value with tuples for lists, except lists of several shapes.
-
-    Objects of a model become its parts.
-    """
+    """Return a JSON value with tuples for lists, except lists of several shapes."""
     if isinstance(value, dict):
         values = {key: _read(one, key) for key, one in value.items()}
         return SimpleNamespace(**values) if name == "patchifier" else values

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from mame_sd import apply_mame, embedded_model_path
@@ -24,7 +24,6 @@ from tests.comfyui.engine import (
     TINY,
     call,
     embedded_transformer,
-    embedded_unet,
     engine,
     needs_engine,
     patcher,
@@ -102,32 +101,22 @@ def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_merges_and_leaves_its_model_as_it_is(
-    node: Any, name: str, caplog: Any
+    package: Any, node: Any, name: str
 ) -> None:
     model = of_engine(name)
     before = call(model, name)
-    merged = call(applied(node, model), name)
-    assert torch.equal(call(model, name), before)
-    assert 1e-6 < (merged - before).norm() / before.norm() < 0.5
+    values: list[dict[str, Any]] = [{}, {"keep": 1.0, "mlp_keep": 0.25}]
+    if not layout(package, model).mlps:
+        with pytest.raises(ValueError, match="whose MLPs the node does not restore; set 1"):
+            applied(node, model, **values.pop())
+    for given in values:
+        merged = call(applied(node, model, **given), name)
+        assert torch.equal(call(model, name), before)
+        assert 1e-6 < (merged - before).norm() / before.norm() < 0.5
     if name in UNETS:
         same = call(applied(node, model, mode="tau", tau=1.0), name)
         close = {"rtol": 1e-4, "atol": 1e-4 * float(before.abs().max())}
         torch.testing.assert_close(same, before, **close)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_mlps_of_the_families_that_are_known_are_restored(
-    package: Any, node: Any, name: str
-) -> None:
-    model = of_engine(name)
-    if not layout(package, model).mlps:
-        with pytest.raises(ValueError, match="whose MLPs the node does not restore; set 1"):
-            applied(node, model, mlp_keep=0.25)
-        return
-    before = call(model, name)
-    restored = call(applied(node, model, keep=1.0, mlp_keep=0.25), name)
-    assert torch.equal(call(model, name), before)
-    assert 1e-6 < (restored - before).norm() / before.norm() < 0.5
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -146,47 +135,39 @@ def inputs_of(name: str, folder: Path) -> dict[str, Any]:
     return {"settings": str(path)}
 
 
-def of_both(patched: Any, model: Any, theirs: Any, name: str, **given: Any) -> list[Tensor]:
-    """Return the outputs of ComfyUI's model and of diffusers' for the same arguments."""
+def of_both(patched: Any, model: Any, theirs: Any, t: Tensor) -> list[Tensor]:
+    """Return the outputs of ComfyUI's SD3 and of diffusers' for the same random arguments."""
     seen: list[Any] = []
     hook = model.model.diffusion_model.register_forward_hook(
         lambda _, args, kwargs, output: seen.append((args, kwargs, output)), with_kwargs=True
     )
-    call(patched, name, **given)
+    generator = torch.Generator().manual_seed(0)
+    x, text, y = (
+        torch.randn(2, *shape, generator=generator) for shape in ((4, 64, 64), (77, 256), (256,))
+    )
+    call(patched, "SD3", x=x, c_crossattn=text, y=y, t=t)
     hook.remove()
     (((x, t, *_), kwargs, output),) = seen
-    pooled = {"pooled_projections": kwargs["y"]} if "y" in kwargs else {}
-    text = given["c_crossattn"]
+    pooled = {"pooled_projections": kwargs["y"]}
     with torch.no_grad():
         expected = theirs(x, encoder_hidden_states=text, timestep=t[:1], **pooled).sample
     return [output, expected]
 
 
-EMBEDDED: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {
-    "SD 1.5": (embedded_unet, UNet2DConditionModel, {"c_crossattn": (5, 192)}),
-    "SD3": (embedded_transformer, SD3Transformer2DModel, {"c_crossattn": (77, 256), "y": (256,)}),
-}
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_an_embedded_model_is_that_of_apply_mame(
-    node: Any, name: str, settings: str, tmp_path: Path
+def test_the_embedded_transformer_is_that_of_apply_mame(
+    node: Any, settings: str, tmp_path: Path
 ) -> None:
     """Drawn anew at each step, with one share and with those of single layers."""
-    made, kind, shapes = EMBEDDED[name]
-    folder = {"SD 1.5": "unet", "SD3": "transformer"}[name]
-    theirs = kind.from_pretrained(embedded_model_path(folder), subfolder=folder)
-    model, generator = made(), torch.Generator().manual_seed(0)
-    given = {
-        key: torch.randn(2, *shape, generator=generator)
-        for key, shape in {"x": (4, 64, 64), **shapes}.items()
-    }
+    theirs = SD3Transformer2DModel.from_pretrained(
+        embedded_model_path("transformer"), subfolder="transformer"
+    )
+    model = embedded_transformer()
     sigmas = [model.model.model_sampling.sigma(torch.tensor([t, t])) for t in (900, 500)]
-    whole = of_both(model, model, theirs, name, t=sigmas[1], **given)
+    whole = of_both(model, model, theirs, sigmas[1])
     apply_mame(theirs, **SETTINGS[settings])
     patched = applied(node, model, **{"min_tokens": 0, **inputs_of(settings, tmp_path)})
-    merged = [of_both(patched, model, theirs, name, t=sigma, **given) for sigma in sigmas]
+    merged = [of_both(patched, model, theirs, sigma) for sigma in sigmas]
     for output, expected in (whole, *merged):
         assert (output - expected).norm() < 1e-4 * expected.norm()
     assert (merged[1][0] - whole[0]).norm() > 1e-3 * whole[0].norm()
@@ -228,29 +209,6 @@ def test_beside_the_engines_own_nodes_in_both_orders(
     assert torch.isfinite(first).all()
     assert torch.equal(first, second)
     assert not torch.equal(first, run(patcher("SD 1.5")))
-
-
-def test_a_part_of_the_steps_merges_and_a_run_tells_what(node: Any, caplog: Any) -> None:
-    caplog.set_level("INFO", logger="mame-sd")
-    plain, whole, part, none = (
-        sampled(
-            patcher("SD 1.5")
-            if start is None
-            else applied(node, patcher("SD 1.5"), start_percent=start),
-            steps=4,
-        )
-        for start in (None, 0.0, 0.5, 1.0)
-    )
-    assert torch.equal(none, plain)
-    assert not torch.equal(part, plain)
-    assert not torch.equal(part, whole)
-    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
-    said = "MaMe merged 384 -> 96 keys at 16 x 24, 96 -> 24 keys at 8 x 12"
-    assert ours == [
-        said,
-        said,
-        "MaMe merged nothing: no step was between start_percent and end_percent",
-    ]
 
 
 def compiled(model: Any) -> Any:

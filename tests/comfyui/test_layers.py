@@ -110,7 +110,6 @@ def named(package: Any, model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("name", [*UNETS, *TRANSFORMERS])
 def test_layers_are_those_of_diffusers(package: Any, name: str) -> None:
-    """As many, of the same names, in the same order; none twice."""
     if name in UNETS:
         numbers, config = UNETS[name]
         kind, model = "UNet2DConditionModel", UNetModel(**numbers)
@@ -131,10 +130,7 @@ def written(folder: Path, **values: Any) -> str:
 
 
 def lengths(model: Model, blocks: list[dict[str, Any]], *counts: int) -> list[int]:
-    """Return the number of keys in the attention of each of these blocks.
-
-    The image has 96 tokens behind 7, or as many as given.
-    """
+    """Return the number of keys in each block's attention, of `counts` tokens or 7 + 96."""
     seen: list[int] = []
 
     def noted(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
@@ -158,7 +154,6 @@ def lengths(model: Model, blocks: list[dict[str, Any]], *counts: int) -> list[in
 
 
 def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: Any) -> None:
-    """One block's own share, the share of all others, and one unmerged, in any order of calls."""
     caplog.set_level("INFO")
     path = written(
         tmp_path,
@@ -179,7 +174,6 @@ def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: A
 
 
 def test_the_second_attention_of_a_block_has_settings_of_its_own(node: Any, tmp_path: Path) -> None:
-    """SD3.5's, over the image alone."""
     rules = {"transformer_blocks.0.attn": {"keep": 0.5}, "transformer_blocks.0.attn2": False}
     network = engine_model(SD3, {"joint_blocks": 1}, twice=1)
     model = applied(node, Model(network), settings=written(tmp_path, min_tokens=64, layers=rules))
@@ -207,26 +201,12 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
             '{"calibrated_for": "FluxTransformer2DModel with 57 self-attentions"}',
             f"calibrated_for: expected settings that were found for {FLUX} or .* with 57 self",
         ),
-        (
-            "Flux",
-            '{"layers": {"blocks.7": false}}',
-            "layers: expected patterns of layers of Flux such as 'transformer_blocks.0.attn', got"
-            " 'blocks.7', which is none of them",
-        ),
+        ("Flux", '{"layers": {"blocks.7": false}}', "expected patterns .* of Flux .*'blocks.7'"),
         ("Flux", '{"layers": {"*": {"kep": 1}}}', r"layers: \*: unknown setting 'kep'; did you me"),
-        ("Flux", '{"keep": 0}', "settings: .*settings.json: keep: expected a share above 0"),
         ("Flux", None, "settings: .*settings.json: expected a .json file of settings"),
-        (
-            "Flux",
-            '{"layers": {"*": {"tau": 0.8}}}',
-            "tau: expected mode keep for Flux, in which only keys merge in ComfyUI, got tau",
-        ),
+        ("Flux", '{"layers": {"*": {"tau": 0.8}}}', "tau: expected mode keep for Flux, in which"),
         ("Flux", '{"references": 0.5}', "settings: references: expected none of refer"),
-        (
-            "NextDiT",
-            '{"layers": {"layers.0": false}}',
-            "settings: Lumina 2 or Z-Image has no map from diffusers' layers to ComfyUI's blocks",
-        ),
+        ("NextDiT", '{"layers": {"layers.0": false}}', "Lumina 2 or Z-Image has no map from diff"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(
@@ -241,16 +221,9 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_without_settings_of_layers_is_for_every_model(node: Any, tmp_path: Path) -> None:
-    path = written(tmp_path, keep=0.5, min_tokens=64)
-    model = applied(node, Model(network("SingleStreamDiT", patch=2)), settings=path)
-    assert lengths(model, [{}]) == [7 + 48]
-
-
 def test_the_editor_says_what_is_wrong_with_a_file(
     package: Any, node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything runs; a path is one in ComfyUI's input folder, or absolute."""
     kind = type(node)
     folder = SimpleNamespace(get_input_directory=lambda: str(tmp_path))
     monkeypatch.setitem(sys.modules, "folder_paths", folder)

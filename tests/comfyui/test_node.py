@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +79,6 @@ def test_node_is_apply_mame(
 def test_steps_and_layers_draw_as_those_of_apply_mame(
     node: Any, by_layer: bool, tmp_path: Path
 ) -> None:
-    """With one share, and with a file of settings by layer; the middle counts last."""
     unet = tiny_unet()
     blocks = {
         ("input", 1 + 2 * level): down.attentions[0].transformer_blocks[0]
@@ -129,7 +128,6 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(
 def test_a_guided_pair_merges_by_the_guided_tokens(
     node: Any, model: Model, chunks: list[int]
 ) -> None:
-    """Its output is that without the pair, the unguided one's is not."""
     patched = applied(node, model, keep=0.25)
     apart = patched.self_attention(tokens(), (H, W))  # nothing says which is which
     options = patched.model_options["transformer_options"]
@@ -147,10 +145,7 @@ def test_a_guided_pair_merges_by_the_guided_tokens(
 def test_patches_that_merge_queries_may_come_before_or_after(
     node: Any, model: Model, first: str
 ) -> None:
-    """Put the node next to "Patch model (ToMe)", whose attention has a third fewer queries.
-
-    Keys merge next to it, whole tokens don't.
-    """
+    """Next to "Patch model (ToMe)", with a third fewer queries, keys merge and tokens don't."""
     plain = model.self_attention(tokens(), (H, W))
     error = {}
     for name, values in (("keep", {"keep": 0.75}), ("tau", TAU)):
@@ -183,20 +178,14 @@ def test_threads_share_a_node(node: Any, model: Model, values: dict[str, Any]) -
     patched = applied(node, model, **values)
     sizes = [(8, 12), (16, 16), (4, 6), (12, 20)]
     expected = [patched.self_attention(tokens(h * w, i), (h, w)) for i, (h, w) in enumerate(sizes)]
-    wrong: list[int] = []
 
-    def work(i: int) -> None:
-        for _ in range(10):
-            h, w = sizes[i]
-            if not torch.equal(patched.self_attention(tokens(h * w, i), (h, w)), expected[i]):
-                wrong.append(i)
+    def same(i: int) -> bool:
+        h, w = sizes[i]
+        runs = (patched.self_attention(tokens(h * w, i), (h, w)) for _ in range(10))
+        return all(torch.equal(run, expected[i]) for run in runs)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(same, range(4)))
 
 
 @torch.no_grad()
@@ -208,23 +197,6 @@ def test_start_and_end_percent(node: Any, model: Model) -> None:
         for share in (0.1, 0.4, 0.8)
     ]
     assert merges == [False, True, False]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("values", "kept"), [(KEEP, "48 keys"), ({"mode": "tau", "tau": -1.0}, "48 tokens")], ids=str
-)
-def test_a_run_says_once_what_merged(
-    node: Any, model: Model, caplog: Any, values: dict[str, Any], kept: str
-) -> None:
-    def steps(run: Any) -> None:
-        for sigma in (0.9, 0.5):
-            run.self_attention(tokens(), (H, W), sigma)
-            run.self_attention(tokens(12), (3, 4), sigma)
-
-    with caplog.at_level("INFO", logger="mame-sd"):
-        applied(node, model, **values).sample(steps)
-    assert caplog.messages == [f"MaMe merged 96 -> {kept} at 8 x 12"]
 
 
 def replacing(*name: Any) -> dict[str, Any]:
@@ -287,7 +259,6 @@ def test_a_run_in_which_nothing_merged_is_as_before_and_warns_why(
 def test_attention_that_never_reaches_the_node_is_a_warning(
     node: Any, model: Model, block: Any, caplog: Any
 ) -> None:
-    """Of no layer, or of one; it is as it was."""
     applied(node, model).sample(lambda run: None)
     plain = model.self_attention(tokens(), (H, W))
     bypassed = UNetModel(block)  # as another node does that asks for no override
@@ -303,7 +274,6 @@ def test_attention_that_never_reaches_the_node_is_a_warning(
 
 @torch.no_grad()
 def test_cross_attention_passes_through_as_it_is(node: Any, model: Model) -> None:
-    """Through another node's attention, too."""
     patched, seen = applied(node, model), []
 
     def other(function: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -325,7 +295,6 @@ def test_cross_attention_passes_through_as_it_is(node: Any, model: Model) -> Non
 
 @torch.no_grad()
 def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, caplog: Any) -> None:
-    """And each run logs what merged."""
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
@@ -367,7 +336,6 @@ def test_what_cannot_be_is_refused_when_applied(
 
 
 def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model: Model) -> None:
-    """As TorchCompileModel makes one: its graph would do at each step what it did at the first."""
     compiled = {"wrappers": {"apply_model": {"torch.compile": [None]}}}
     for changes in ({"start_percent": 0.5}, {"end_percent": 0.5}):
         patched = applied(node, model, **changes)
@@ -377,10 +345,7 @@ def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model
 
 
 def test_a_refusal_names_the_model_as_people_know_it(node: Any) -> None:
-    """Use its own class, not its base's, since Wan's own merges.
-
-    A model that the node doesn't know has diffusers' name.
-    """
+    """The name is that of its own class, not its base's, since Wan's own merges."""
     refused = COMFYUI | {"LensTransformer2DModel": ("Lens", "the node does not know yet where")}
     base = type("WanModel", (nn.Module,), {"patch_size": (1, 2, 2)})
     for kind, (name, why) in refused.items():
@@ -395,15 +360,10 @@ def test_inputs_are_what_comfyui_reads(package: Any, node: Any) -> None:
     inputs = kind.INPUT_TYPES()["required"]
     assert inputs["model"][0] == "MODEL"
     assert inputs["keep"][1]["default"] == MaMeConfig().keep
-    optional = kind.INPUT_TYPES()["optional"]
-    assert all(options["tooltip"] for _, options in [*inputs.values(), *optional.values()])
     for name in ("keep", "tau", "min_tokens", "start_percent", "end_percent"):
         options = inputs[name][1]
         assert options["min"] <= options["default"] <= options["max"]
-    for name in ("keep", "tau"):  # the ends of each range are values that it takes
-        for end in ("min", "max"):
-            MaMeConfig(**{name: inputs[name][1][end]})
+        if name in ("keep", "tau"):  # the ends of each range are values that it takes
+            assert MaMeConfig(**{name: options["min"]}) != MaMeConfig(**{name: options["max"]})
     assert callable(getattr(kind, kind.FUNCTION))
-    assert kind.RETURN_TYPES == ("MODEL",)
-    assert kind.CATEGORY == "model/patch"
     assert set(package.NODE_DISPLAY_NAME_MAPPINGS) == set(package.NODE_CLASS_MAPPINGS)

@@ -70,10 +70,7 @@ def run(
     function: Any = attention_pytorch,
     layers: int = 1,
 ) -> Tensor:
-    """Run the call in the engine with the node applied, or without it if `node` is None.
-
-    Returns the last layer's output.
-    """
+    """Run the call with the node, if there is one, and return the last layer's output."""
     model = Model(network(call.model, **call.attributes))
     model.model_options["transformer_options"] |= options or {}
     model = model if node is None else applied(node, model)
@@ -183,10 +180,7 @@ def test_another_scale_and_heads_apart(node: Any) -> None:
 def test_attention_that_may_take_no_mask_is_handed_none(
     node: Any, name: str, whose: str, caplog: Any
 ) -> None:
-    """Unless the call has a mask, keys carry the sizes of their groups.
-
-    The log names the other node's attention.
-    """
+    """Unless the call has a mask; the log names the other node's attention."""
     caplog.set_level("INFO")
     call, masks = CALLS[name], []
 
@@ -212,45 +206,25 @@ def test_attention_that_may_take_no_mask_is_handed_none(
 
 
 def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
-    """As the layers of a model do by `apply_mame`."""
-    call = CALLS["Flux"]
+    blocks = {"double_blocks": [None] * 2, "single_blocks": [None] * 3}
+    call = replace(CALLS["Flux"], attributes={**CALLS["Flux"].attributes, **blocks})
     qkv = tensors(call)
+    named = run(node, call, *qkv, options={"block_type": "single", "block_index": 1})
+    torch.testing.assert_close(named, loops(call, *qkv, layer=3), rtol=1e-4, atol=1e-4)
     for layers in (1, 3):
         got = run(node, call, *qkv, layers=layers)
         expected = loops(call, *qkv, layer=layers - 1)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_named_block_draws_as_its_layer(node: Any) -> None:
-    blocks = {"double_blocks": [None] * 2, "single_blocks": [None] * 3}
-    call = replace(CALLS["Flux"], attributes={**CALLS["Flux"].attributes, **blocks})
-    qkv = tensors(call)
-    got = run(node, call, *qkv, options={"block_type": "single", "block_index": 1})
-    torch.testing.assert_close(got, loops(call, *qkv, layer=3), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "mask", "message"),
     [
-        (
-            "Lumina 2, noise refiner",  # the prompt's own attention would be taken for the image's
-            100,
-            None,
-            "the prompt's 100 tokens are not fewer than the image's 96",
-        ),
-        (
-            "Lumina 2",
-            7,
-            (2, 1, 103),
-            "Lumina 2 or Z-Image has a mask, with which the image starts elsewhere in each sample",
-        ),
+        # the prompt's own attention would be taken for the image's
+        ("Lumina 2, noise refiner", 100, None, "the prompt's 100 tokens are not fewer than the i"),
+        ("Lumina 2", 7, (2, 1, 103), "Lumina 2 or Z-Image has a mask, with which the image starts"),
         ("Flux", 7, (2, 1, 1), "a mask of shape [2, 1, 1] is not for 103 keys"),
-        (
-            "Wan",
-            7,
-            "replaced",
-            "another node has replaced our attention; remove one of the two nodes",
-        ),
+        ("Wan", 7, "replaced", "another node has replaced our attention; remove one of the two"),
     ],
 )
 def test_why_an_image_is_left_alone(

@@ -335,43 +335,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"k": K.half()}, "of one dtype"),
     (WHOLE, "floating-point"),
     (NONE, r"\[2, 0, 61, 8\]"),
-    ({"q": Q[:1]}, r"got \[1, 2, 61, 8\]"),
-    ({"k": K[:1], "v": V[:1]}, r"\[1, 2, 61, 8\] of torch\.float64, \[1, 2"),
     ({"k": K[..., :4]}, r"\[2, 2, 61, 4\]"),
-    ({"v": V[..., :0]}, r"\[2, 2, 61, 0\]"),
-    ({"q": Q[:, :0]}, r"\[2, 0, 61, 8\]"),
-    ({"q": Q[0]}, r"got \[2, 61, 8\]"),
     ({"v": V.to("meta")}, "on cpu, cpu, meta"),
     ({"q": Q.tolist()}, "got list, Tensor, Tensor"),
-    ({"v": None}, "got Tensor, Tensor, NoneType"),
     ({name: t.to(torch.float8_e4m3fn) for name, t in (("q", Q), ("k", K), ("v", V))}, "float8"),
     ({"draw": 5}, r"draw: expected a LongTensor"),
     ({"draw": torch.tensor([64])}, r"draw: expected .* from 0 to 63, got \[64\], \[1\] of"),
-    ({"draw": torch.tensor([-1])}, r"draw: expected .*, got \[-1\]"),
-    ({"draw": torch.tensor([1.0])}, r"draw: expected a LongTensor .* of torch\.float32"),
-    ({"leader": [0]}, "leader: expected a LongT"),
     ({"leader": torch.tensor([0, 2])}, r"leader: expected .* from 0 to 1, got \[0, 2\]"),
-    ({"leader": torch.tensor([0, 1]).int()}, r"leader: expected a LongTensor \[2\]"),
     ({"scale": math.nan}, "scale: expected a finite number, got nan"),
-    ({"scale": -math.inf}, "scale: expected a finite number, got -inf"),
     ({"scale": "1"}, "scale: expected a finite number, got '1'"),
-    ({"scale": True}, "scale: expected a finite number, got True"),
     ({"keep": 0}, "keep: expected a share above 0"),
     ({"fit_queries": -1}, "fit_queries: expected"),
     ({"seed": None}, "seed: expected a number"),
     ({"redraw": True}, "unknown argument 'redraw'"),
     ({"grid": (-6, -9)}, "grid, before, after: expected"),
-    ({"grid": (6.5, 9)}, "grid, before, after: expected"),
     ({"before": -1}, "grid, before, after: expected"),
     ({"attn_mask": 1}, "attn_mask: expected"),
     ({"attn_mask": torch.zeros(3, 3)}, r"attn_mask: expected .* \[2, 2, 61, 61\], got \[3, 3\]"),
-    ({"attn_mask": Q.new_zeros(3, 1, 1, 61)}, r"got \[3, 1, 1, 61\]"),
-    ({"attn_mask": Q.new_zeros(1, 3, 1, 61)}, r"got \[1, 3, 1, 61\]"),
     ({"attn_mask": Q.new_zeros(1, 1, 54, 61)}, r"got \[1, 1, 54, 61\]"),
-    ({"attn_mask": Q.new_zeros(1, 1, 1, 1, 61)}, r"got \[1, 1, 1, 1, 61\]"),
     ({"attn_mask": Q.new_zeros(())}, r"attn_mask: expected .* got \[\] of"),
     ({"attn_mask": torch.ones(61)}, r"a tensor of booleans or torch\.float64 .* torch\.float32"),
-    ({"attn_mask": torch.ones(61).long()}, r"attn_mask: expected .* torch\.int64"),
     ({"attn_mask": torch.ones(61, dtype=torch.bool, device="meta")}, "on cpu, .* on meta"),
     (
         {"kernel": lambda q, k, v, attn_mask: q.float()},
@@ -425,11 +408,7 @@ def test_queries_that_see_text_alone_do_not_spoil_values_for_others(
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_outputs_stay_near_the_range_of_the_values(dtype: torch.dtype) -> None:
-    """Bound values under peaked logits.
-
-    The queries that values are fitted to look at the text, others at the image. Unbounded, three
-    outputs of four left the range, by up to 3.7 times the largest value.
-    """
+    """Unbounded, outputs left the range by up to 3.7 times the largest value."""
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)

@@ -1,7 +1,4 @@
-"""Test which attention kernel would run, and the number of tokens from which on layers merge.
-
-`Machine` holds PyTorch's answers on machines that tests don't run on.
-"""
+"""Test which attention kernel would run, and from how many tokens on layers merge."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ from mame_sd.core.min_tokens import (
 from tests.builders.tiny import one_level_unet, run_unet, tiny_unet
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-FIRST_BLOCK = re.findall(r"```python\n(.*?)```", README, re.S)[0]
 NEW, OLD = (2, 13), (2, 12)
 # For each machine: PyTorch's answers, a head's width, the number of tokens from which layers merge.
 MACHINES: dict[str, tuple[Machine, int, int]] = {
@@ -52,11 +47,6 @@ MACHINES: dict[str, tuple[Machine, int, int]] = {
 @pytest.mark.parametrize(("machine", "width", "least"), MACHINES.values(), ids=MACHINES)
 def test_the_kernel_that_would_run_decides(machine: Machine, width: int, least: int) -> None:
     assert kernel_on(machine, width).least == least
-
-
-def test_fewer_tokens_gain_where_attention_is_slow() -> None:
-    for device in {device for device, _ in MIN_TOKENS}:
-        assert MIN_TOKENS[device, "unfused"] < MIN_TOKENS[device, "fused"]
 
 
 def test_the_page_has_these_numbers() -> None:
@@ -128,23 +118,6 @@ def test_mlps_of_few_tokens_are_not_restored_by_default() -> None:
     }
     assert few == {64, 256}
     assert too_little_work(levels[1024]) == ""
-
-
-@pytest.mark.parametrize("name", ["A100", "ROCm without fused kernels", "MPS, torch 2.13"])
-def test_the_first_block_of_the_readme_runs_on(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine, _, least = MACHINES[name]
-    monkeypatch.setattr(min_tokens, "asked", lambda *_: machine)
-    code = FIRST_BLOCK.replace("num_inference_steps=4", "num_inference_steps=1")
-    if least > 4096:
-        with pytest.warns(UserWarning, match="no layer merges"):
-            exec(code, {})
-    else:
-        exec(code, {})
-    said = capsys.readouterr().out
-    assert ("level 0: 4096 -> 1024 tokens (25%)" in said) is (least <= 4096)
-    assert ("fewer than 16,384 tokens by fused attention gain" in said) is (least > 4096)
 
 
 def test_the_width_of_a_head_is_read_off_the_module() -> None:

@@ -1,7 +1,4 @@
-"""Test that MPS has every operation that merging calls.
-
-Tests don't run on MPS, but PyTorch's own table lists its operations.
-"""
+"""Test by PyTorch's own table that MPS has every operation that merging calls."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ def test_values_and_gradients_equal_the_loops(fields: dict[str, Any], length: in
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(plan.weights, loop.weights, **close)
     assert plan.preserved.tolist() == loop.preserved
+    torch.testing.assert_close(plan.sizes.sum(1), torch.full_like(x[:, 0, 0], length + prefix))
     merged = plan.merge(y)
     torch.testing.assert_close(merged, loop.merge(y), **close)
     torch.testing.assert_close(plan.restore(merged), loop.restore(merged), **close)
@@ -46,22 +47,6 @@ def test_values_and_gradients_equal_the_loops(fields: dict[str, Any], length: in
             torch.autograd.grad((p.restore(p.merge(x)) ** 2).sum(), x)[0] for p in (plan, loop)
         ]
         torch.testing.assert_close(*every, rtol=1e-9, atol=1e-9)
-
-
-def test_a_single_candidate_merges_whole() -> None:
-    x = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [-1.0, 0.0]])
-    weights = plan_tokens(x[None], 0.8).weights[0]
-    assert weights.tolist() == [[1, 0], [0, 0]]
-
-
-@pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_columns_sum_to_one_or_are_zero_and_sizes_to_all_tokens(fields: dict[str, Any]) -> None:
-    plan = plan_tokens(tokens(2, 50, 8), **fields)
-    sums = plan.weights.sum(1)
-    expected = torch.ones_like(sums)
-    expected[:, plan.preserved] = 0
-    torch.testing.assert_close(sums, expected)
-    torch.testing.assert_close(plan.sizes.sum(1), torch.full((2,), 50.0))
 
 
 def test_tau_one_merges_nothing_and_preserved_tokens_come_back_bit_equal() -> None:
@@ -75,22 +60,6 @@ def test_tau_one_merges_nothing_and_preserved_tokens_come_back_bit_equal() -> No
     assert 0 < len(stays) < len(plan.src)
     y = tokens(1, 33, 8, seed=1)
     assert torch.equal(plan.restore(plan.merge(y))[:, stays], y[:, stays])
-
-
-def test_a_constant_field_survives() -> None:
-    x = torch.full((1, 40, 4), 0.7)
-    plan = plan_tokens(x, 0.8)
-    assert plan.tokens_kept == 20
-    torch.testing.assert_close(plan.restore(plan.merge(x)), x)
-
-
-def test_a_source_stays_where_any_sample_of_the_batch_keeps_it() -> None:
-    x = tokens(3, 40, 6)
-    kept = [set(plan_tokens(one[None], 0.5).preserved.tolist()) for one in x]
-    plan = plan_tokens(x, 0.5)
-    assert set(plan.preserved.tolist()) == set().union(*kept) != kept[0]
-    order = [2, 0, 1]
-    torch.testing.assert_close(plan_tokens(x[order], 0.5).merge(x[order]), plan.merge(x)[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -117,12 +86,7 @@ def test_what_is_not_finite_stays_in_its_sample_and_zero_tokens_have_cosine_zero
     assert restored[1].isfinite().all()
 
 
-def test_gradients_reach_every_token_and_near_ties_keep_them_small() -> None:
-    x = tokens(1, 24, 6).requires_grad_()
-    plan = plan_tokens(x, 0.0)
-    plan.restore(plan.merge(x)).square().sum().backward()
-    assert x.grad is not None
-    assert x.grad.abs().amax(-1).min() > 0
+def test_near_ties_keep_gradients_small() -> None:
     near = (torch.ones(1, 24, 6) + 1e-7 * tokens(1, 24, 6)).requires_grad_()
     plan = plan_tokens(near, 0.5)
     plan.restore(plan.merge(near)).square().sum().backward()

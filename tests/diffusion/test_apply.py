@@ -1,7 +1,4 @@
-"""Test apply_mame on real models.
-
-Outputs are bit-equal to the one-liner's and, after removal, to those before. Settings change live.
-"""
+"""Test apply_mame on real models: outputs, removal, and settings that change live."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
 from tests.builders.pipelines import sd
 from tests.builders.tiny import run_unet, tiny_sdxl_unet, tiny_unet, unet_inputs
-from tests.builders.transformers import normal, run
+from tests.builders.transformers import run
 from tests.matrix.models.registry import MODELS
 from tests.matrix.models.watch import latest_plans
 
@@ -306,16 +303,6 @@ def test_merging_is_taken_off_a_denoiser_that_left_its_pipeline() -> None:
         remove_mame(Pipe())
 
 
-def test_a_wrapper_around_a_denoiser_does_not_replace_it() -> None:
-    pipe = Pipe(unet=tiny_unet())
-    handle = apply_mame(pipe, **MERGING)
-    pipe.unet = torch.nn.Sequential(pipe.unet)  # as torch.compile does
-    handle.set(tau=0.3)
-    other = Pipe(unet=handle.root)  # as `from_pipe` makes one
-    run_unet(other.unet)
-    assert handle.report().layers[0].calls == 1
-
-
 def test_blocks_that_were_replaced_are_told() -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)
@@ -326,26 +313,22 @@ def test_blocks_that_were_replaced_are_told() -> None:
     assert reasons[False].merged
 
 
-def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
+@pytest.mark.parametrize("fields", [{"tau": 0.2}, {"keep": 1, "mlp_keep": 0.25, "block_keep": 0.5}])
+def test_deepcopy_merges_with_its_own_weights_and_counters(fields: dict[str, Any]) -> None:
     unet = tiny_unet()
-    handle = apply_mame(unet, **MERGING)
+    handle = apply_mame(unet, min_tokens=40, **fields)
     merged = run_unet(unet)
     twin = copy.deepcopy(unet)
     assert torch.equal(run_unet(twin), merged)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.1)
-    changed = run_unet(twin)
-    assert not torch.equal(changed, merged)
+    assert not torch.equal(run_unet(twin), merged)
     assert torch.equal(run_unet(unet), merged)
     assert {layer.calls for layer in handle.report().layers} == {2}
-    fresh = tiny_unet()
-    fresh.load_state_dict(twin.state_dict())
-    apply_mame(fresh, **MERGING)
-    assert torch.equal(run_unet(fresh), changed)
-    remove_mame(fresh)
     remove_mame(twin)
-    assert torch.equal(run_unet(twin), run_unet(fresh))
+    assert handle.installed
+    assert not has_hooks(twin)
 
 
 def test_processor_and_hooks_do_not_merge_twice() -> None:
@@ -402,14 +385,3 @@ def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
     handle = apply_mame(unet, min_tokens=40)
     with pytest.raises(ValueError, match=message):
         handle.set(size=(3, 5))
-
-
-@pytest.mark.parametrize("fields", [{"keep": 0.4}, {"tau": -1.0}], ids=str)
-def test_each_sample_of_a_batch_is_its_own(fields: dict[str, Any]) -> None:
-    unet = tiny_unet().double()  # in fp32 rounding may decide between two nearly equal destinations
-    apply_mame(unet, min_tokens=16, **fields)
-    x, text = normal(3, 4, 8, 12).double(), normal(3, 7, 16).double()
-    with torch.no_grad():
-        together = unet(x, torch.tensor(500), text).sample
-        alone = [unet(x[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(3)]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-9)

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,26 +217,6 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     handle.remove()
     apply_mame(pipe, file)
     assert torch.equal(generate(pipe), expected)
-
-
-def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cal, "FORMS", FORMS[:2])
-    pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
-    handle = apply_mame(pipe, **SMALL)
-    forwards = 0
-
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    pipe.unet.register_forward_hook(count)
-    images, steps, at = 2, 4, len(cal.AT)
-    found = Measurement()
-    for _ in range(images):
-        measure(handle, partial(generate, pipe, num_inference_steps=steps), found)
-    assert {len(effects) for effects in found.effects.values()} == {at}
-    assert found.effects.keys() == found.blocks.keys()
-    assert forwards == images * (steps + 1 + 2 * at) + at * len(found.blocks)
 
 
 def test_what_can_not_be_calibrated_is_refused_before_anything_runs() -> None:

@@ -10,10 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.guiders import ClassifierFreeGuidance
 from diffusers.models.attention_processor import AttnProcessor2_0
-from diffusers.modular_pipelines import PipelineState
-from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, remove_mame
@@ -36,10 +33,7 @@ def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
 def called_twice(
     between: Callable[[Any, dict[str, Any]], Any], planned: list[Groups], **fields: Any
 ) -> bool:
-    """Return True if the second of two calls of a model, for another text, reuses the first plans.
-
-    `between` runs between the calls.
-    """
+    """Return True if a second call, for another text after `between`, reuses the first's plans."""
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
     handle = apply_mame(model, **{"min_tokens": 40, **fields})
@@ -128,10 +122,7 @@ def call_alone(layer: Any, **given: Tensor) -> None:
 
 
 def kept_for(planned: list[Groups]) -> list[weakref.ref[Any]]:
-    """Return weak references to the plans that were made, and to their groups.
-
-    Those that are alive are kept somewhere.
-    """
+    """Return weak references to the plans that were made, alive if something keeps them."""
     references = [weakref.ref(plan.row) for plan in planned]
     planned.clear()
     return references
@@ -242,10 +233,7 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(
 
 
 def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
-    """Pass the latents in a list, as Z-Image does.
-
-    The tensors after it may be the same in many calls.
-    """
+    """Pass the latents in a list, as Z-Image does."""
     own = model.forward
     model.forward = lambda sample, timestep, encoder_hidden_states: own(
         sample[0], timestep, encoder_hidden_states
@@ -291,30 +279,6 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
         model(**with_another_text(inputs))
     assert len(planned) == 2 * once > 0
     assert not any(plan() is not None for plan in kept_for(planned))
-
-
-@pytest.mark.parametrize(
-    ("fields", "compared"), [({}, True), ({"tau": 0.2}, False), ({"min_tokens": 10000}, False)]
-)
-def test_timesteps_are_compared_where_plans_are_kept_alone(
-    fields: dict[str, Any], compared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Comparing timesteps would wait for a GPU, so they are compared only if plans exist."""
-    seen, equal = [], torch.equal
-
-    def counted(*tensors: Tensor) -> bool:
-        seen.append(tensors)
-        return equal(*tensors)
-
-    monkeypatch.setattr(torch, "equal", counted)
-    model = tiny_unet()
-    apply_mame(model, **{"min_tokens": 40, **fields})
-    inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
-    with torch.no_grad():
-        model(**inputs)
-        assert not seen
-        model(**{**with_another_text(inputs), "timestep": torch.tensor(500)})
-    assert len(seen) == compared
 
 
 @pytest.mark.parametrize("cleared", [False, True])
@@ -429,28 +393,7 @@ def wan() -> tuple[Any, Callable[[], Any]]:
     return pipe, lambda: run_wan22(pipe)
 
 
-def modular() -> tuple[Any, Callable[[], Any]]:
-    """Return the denoising of Qwen-Image's modular pipeline, whose guider calls for each prompt."""
-    pipe = QwenImageDenoiseStep().init_pipeline()
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe.update_components(
-        transformer=TINY["QwenImageTransformer2DModel"].build(),
-        scheduler=scheduler,
-        guider=ClassifierFreeGuidance(),
-    )
-
-    def generate() -> None:
-        scheduler.set_timesteps(2)
-        state = PipelineState()
-        for name, value in {**texts(0), "img_shapes": [[(1, 8, 12)]]}.items():
-            state.set(name, value, "denoiser_input_fields")
-        times = {"timesteps": scheduler.timesteps, "num_inference_steps": 2}
-        pipe(state, latents=normal(1, 96, 16), **times)
-
-    return pipe, generate
-
-
-@pytest.mark.parametrize("made", [qwen, wan, modular])
+@pytest.mark.parametrize("made", [qwen, wan])
 def test_pipelines_that_call_twice_plan_once(
     made: Callable[[], tuple[Any, Callable[[], Any]]], planned: list[Groups]
 ) -> None:

@@ -1,9 +1,7 @@
 """Test what merging asks of a GPU and of the interpreter.
 
-Tensors pretend to be on a GPU (`benchmarks/launches.py`). They have no values, so that each reading
-of one raises. A layer, at the size of SD 1.5's largest level at 512 pixels, launches few kernels
-and waits for nothing, so that a CUDA graph can be captured. A call of a layer enters few files and
-few functions.
+Tensors pretend to be on a GPU (`benchmarks/launches.py`) and have no values, so that each reading
+of one raises.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from benchmarks.launches import META, counted, on_card, pretended
 from mame_sd import MaMeAttnProcessor, apply_mame, attention, mame
 from tests.builders.tiny import one_level_unet, tiny_unet, unet_inputs
 from tests.builders.trace import Operations, counts, traced
-from tests.matrix.models.registry import MODELS
+from tests.matrix.models.registry import tiny_model
 
 
 def biased(q: Tensor, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -98,14 +96,6 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     assert all(layer.calls == 2 for layer in merged)
 
 
-@pytest.mark.parametrize(
-    "wait", [lambda x: x.sum().item(), lambda x: x[x > 0]], ids=["item", "mask"]
-)
-def test_a_wait_would_be_seen(wait: Callable[[Any], Any]) -> None:
-    with pretended(), pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
-        wait(torch.ones(3, device=META))
-
-
 def by_hooks(model: Any, **how: Any) -> None:
     apply_mame(model, min_tokens=16, **how)
 
@@ -115,11 +105,8 @@ def one_liner(model: Any) -> None:
 
 
 def way(name: str, layer: str, merge: Callable[[Any], None]) -> list[tuple[str, str]]:
-    """Return the trace of a layer's second call, after the tables of its partition were made.
-
-    It is not the model's first layer, which computes the step.
-    """
-    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    """Return the trace of a second call of a layer that is not the model's first."""
+    model, inputs = tiny_model(name)
     merge(model)
     module = model.get_submodule(layer)
     found: list[list[tuple[str, str]]] = []

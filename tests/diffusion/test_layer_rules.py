@@ -12,11 +12,9 @@ import torch
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import run_unet, save_tiny_pipeline, tiny_unet, unet_inputs
-from tests.matrix.transformers import ROWS
 
 SMALL: dict[str, Any] = {"min_tokens": 16, "keep": 0.5}
 UP, DOWN = "up_blocks.1", "down_blocks.0"
-SD3 = next(row for row in ROWS if row.name == "Stable Diffusion 3")
 
 
 def shares(handle: Any) -> dict[str, float]:
@@ -50,34 +48,6 @@ def test_each_layer_merges_as_its_own_settings_do_alone() -> None:
         assert torch.equal(run_unet(unet), every), "one rule for all layers is no rule"
     with mame(unet, **SMALL):
         assert not torch.equal(run_unet(unet), mixed)
-
-
-def test_transformers_take_rules_whose_methods_differ() -> None:
-    model = SD3.build()
-    layers = [layer.name for layer in apply_mame(model, min_tokens=1).report().layers]
-    rules: dict[str, Any] = dict.fromkeys(layers, False)
-    rules[layers[0]] = {"tau": -1.0}
-    handle = apply_mame(model, min_tokens=1, keep=0.25, layers=rules)
-    with torch.no_grad():
-        SD3.run(model)
-    found = shares(handle)
-    assert found.pop(layers[0]) == pytest.approx(0.5, abs=0.1)
-    assert set(found.values()) <= {1.0}
-
-
-def test_settings_change_live_and_threads_have_their_own() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **SMALL)
-    uniform = run_unet(unet)
-    handle.set(layers={UP: False})
-    ruled = run_unet(unet)
-    assert not torch.equal(uniform, ruled)
-    with handle.using(layers=None):
-        assert torch.equal(run_unet(unet), uniform)
-    assert torch.equal(run_unet(unet), ruled)
-    handle.active = False
-    handle.active = True
-    assert torch.equal(run_unet(unet), ruled)
 
 
 def test_rules_for_another_model_are_refused_and_change_nothing() -> None:

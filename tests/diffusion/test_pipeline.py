@@ -1,7 +1,4 @@
-"""Test StableDiffusionMaMePipeline: settings are saved, and stay off shared UNets.
-
-The command line merges with saved settings, unless an option says otherwise.
-"""
+"""Test StableDiffusionMaMePipeline, its saved settings, and the command line with them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""Test threads that generate with one model: each has its own step, size and settings.
-
-The model changes only between images. A thread waits inside of a forward while another one acts.
-"""
+"""Test threads that generate with one model: each has its own step, size and settings."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import os
 import subprocess
 import sys
@@ -21,19 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
-from mame_sd.diffusion.context import HandleState, ResolvedConfig
-from mame_sd.diffusion.hooks import StepHook
-from mame_sd.diffusion.threads import check_idle
+from mame_sd import apply_mame, mame, remove_mame
 from tests.builders.pipelines import mame_pipeline
-from tests.builders.processes import in_thread
-from tests.builders.tiny import (
-    generate,
-    run_unet,
-    tiny_pipeline,
-    tiny_unet,
-    unet_inputs,
-)
+from tests.builders.tiny import generate, run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
 MERGED = {"keep": 0.5, "min_tokens": 16}
 BUSY = "expected no image under way in another thread"
@@ -41,11 +27,7 @@ BUSY = "expected no image under way in another thread"
 
 @contextmanager
 def standing(module: Any, run: Any) -> Iterator[Any]:
-    """Call `run` in another thread, which waits in the first call of `module` during the block.
-
-    Yields:
-        The future of `run`.
-    """
+    """Call `run` in another thread, which waits in the first call of `module` during the block."""
     inside, go = threading.Event(), threading.Event()
     main = threading.get_ident()
 
@@ -131,33 +113,6 @@ def test_coroutines_of_a_thread_make_what_they_make_alone() -> None:
     found = asyncio.run(at_once())
     assert all(map(torch.equal, found, alone))
     assert handle.config.keep == 0.5
-
-
-def test_generators_have_settings_of_their_own_in_contexts_of_their_own() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **MERGED)
-
-    def images(keep: float) -> Iterator[Tensor]:
-        with handle.using(keep=keep):
-            while True:
-                yield run_unet(unet)
-
-    expected = {keep: next(images(keep)) for keep in (0.25, 0.6)}
-    contexts = {keep: (contextvars.copy_context(), images(keep)) for keep in expected}
-    for _ in range(2):
-        for keep, (context, made) in contexts.items():
-            assert torch.equal(context.run(next, made), expected[keep])
-    assert handle.config.keep == 0.5
-
-
-def test_settings_of_a_thread_are_refused_where_they_would_have_no_effect() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **MERGED)
-    with pytest.raises(ValueError, match="keep: expected a share"), handle.using(keep=7):
-        pass
-    handle.remove()
-    with pytest.raises(RuntimeError, match="it was removed or replaced"), handle.using(keep=0.25):
-        pass
 
 
 def test_a_model_changes_only_between_images() -> None:
@@ -250,20 +205,6 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
         assert torch.equal(future.result(), half)
     assert torch.equal(generate(second), quarter)
     assert torch.equal(generate(first), half)
-
-
-def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
-    """Z-Image passes its latents in a list."""
-    unet = tiny_unet()
-    hook, latents = (
-        StepHook(unet, HandleState(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
-        [torch.zeros(4, 1)],
-    )
-    in_thread(lambda: hook(unet, (latents, 5, None), {}))
-    with pytest.raises(RuntimeError, match=BUSY):
-        check_idle(unet, "set")
-    latents.clear()
-    check_idle(unet, "set")
 
 
 FORKS = """

@@ -1,6 +1,12 @@
-"""Embedded models: their glyphs, captions, held-out pairs and folders."""
+"""Embedded models: their glyphs, captions and folders, and the defaults of their pipelines."""
 
+from __future__ import annotations
+
+import inspect
+import logging
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +16,9 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.embedded import model as subjects
-from mame_sd.embedded.scenes import SUBJECTS
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from mame_sd.runs.loading import load_model
 from mame_sd.runs.model_files import ModelChoice
-
-REQUIRED = {"rocket", "red apple", "ant", "key", "star", "pizza", "tree"}  # of the demo and docs
-
-
-def test_there_are_enough_subjects_and_the_promised_ones() -> None:
-    assert len(subjects.glyph_names()) == len(set(subjects.glyph_names())) >= 150
-    assert set(subjects.glyph_names()) >= REQUIRED
-    assert set(SUBJECTS) < set(subjects.glyph_names())
-    assert subjects.glyphs().shape == (len(subjects.glyph_names()), 256, 256, 4)
-    assert (subjects.glyphs()[..., 3].reshape(len(subjects.glyphs()), -1).max(1) == 255).all()
 
 
 def test_what_there_is_none_of_is_named() -> None:
@@ -72,6 +68,56 @@ def test_the_transformer_generates_and_merges() -> None:
     assert all(layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers)
     assert whole.shape == (1, 3, 256, 256)
     assert 0 < (merged - whole).norm() < 0.5 * (other - whole).norm()
+
+
+def test_calls_default_to_the_models_own_guidance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise InterruptedError
+
+    monkeypatch.setattr(StableDiffusionPipeline, "encode_prompt", stop)
+    pipe = embedded_pipeline()
+    for call in ({}, {"guidance_scale": 3.0, "num_inference_steps": 2}):
+        with pytest.raises(InterruptedError):
+            pipe("key on a pink background", **call)
+        assert pipe.guidance_scale == call.get("guidance_scale", 1.25)
+    found = inspect.signature(pipe.__call__).parameters
+    assert (found["num_inference_steps"].default, found["guidance_scale"].default) == (20, 1.25)
+    with pytest.raises(
+        TypeError, match=r"StableDiffusionPipeline.__call__\(\) got multiple values"
+    ):
+        pipe("key", prompt="key")
+    pipe.save_pretrained(tmp_path / "saved")
+    assert (
+        type(StableDiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionPipeline
+    )
+
+
+def test_a_pipeline_class_of_ours_has_them_too() -> None:
+    pipe = embedded_pipeline(kind=StableDiffusionMaMePipeline, keep=0.5)
+    assert isinstance(pipe, StableDiffusionMaMePipeline)
+    assert inspect.signature(pipe.__call__).parameters["guidance_scale"].default == 1.25
+    assert pipe.keep == 0.5
+
+
+def test_loading_warns_of_nothing_and_leaves_the_libraries_as_talkative(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        @staticmethod
+        def from_pretrained(path: Any, **options: Any) -> Any:
+            raise ValueError("nothing")
+
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.getEffectiveLevel() for logger in loggers]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    embedded_pipeline("unet")
+    with pytest.raises(ValueError, match="nothing"):
+        embedded_pipeline("unet", kind=Refusing)
+    assert caplog.messages == []
+    assert [logger.getEffectiveLevel() for logger in loggers] == levels
 
 
 def test_the_few_step_lora_loads_by_its_name_and_its_mlps_are_restored() -> None:

@@ -1,4 +1,4 @@
-"""Intervals and p-values: known answers, coverage, independence of order and image counts."""
+"""Intervals, p-values and timing: known answers, coverage, independence of order and counts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mame_sd.eval.stats import (
     mcnemar_p,
@@ -17,6 +18,7 @@ from mame_sd.eval.stats import (
     paired_difference,
     sign_flip_p,
 )
+from mame_sd.eval.timing import in_turns, quartiles, timed, times_as_fast
 from mame_sd.json_files import json_text
 
 ONE_EACH = {str(i): str(i) for i in range(200)}
@@ -111,3 +113,24 @@ def test_mcnemars_p_is_the_binomial_tail_of_the_cases_that_differ() -> None:
     tail = sum(math.comb(14, k) for k in range(3)) / 2**14
     assert mcnemar_p(ours, others) == mcnemar_p(others, ours) == pytest.approx(2 * tail)
     assert mcnemar_p(ours, ours) == 1.0
+
+
+def test_rows_take_turns_after_a_call_to_warm_up() -> None:
+    calls: list[str] = []
+
+    def seconds(row: str) -> float:
+        calls.append(row)
+        return len(calls) * (1.0 if row == "a" else 2.0)
+
+    taken = in_turns("abc", 3, seconds)
+    assert "".join(calls) == "abc" + "abc" + "cba" + "bca"
+    assert taken == {"a": [4, 9, 12], "b": [10, 16, 20], "c": [12, 14, 22]}
+    assert times_as_fast(taken, "b", "a") == [10 / 4, 16 / 9, 20 / 12]
+
+
+def test_a_call_gives_its_result_and_seconds_and_rounds_their_quartiles() -> None:
+    result, seconds = timed(lambda: torch.ones(2).sum().item(), torch.device("cpu"))
+    assert result == 2
+    assert seconds > 0
+    assert quartiles([4, 1, 2, 3, 5]) == (2, 3, 4)
+    assert quartiles([1.0]) == (1, 1, 1)

@@ -1,7 +1,6 @@
 """`python -m tests.matrix` writes the tables of docs/compatibility.md.
 
-`--sweep` first runs every model and records what happened, and at the end runs every cell of the
-page as a test.
+`--sweep` first records what merges in every model, and at the end tests every cell of the page.
 """
 
 import sys

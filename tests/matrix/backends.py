@@ -1,7 +1,6 @@
 """Merged keys in front of the attention kernels of diffusers' dispatcher.
 
-PyTorch's own and flex run for real. For kernels that need a GPU stand others in, registered in
-their place, which assert what they are given.
+Kernels that need a GPU are replaced by stand-ins, which assert what they are given.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ NO_MASK = "`attn_mask` is not supported for {}"
 
 @contextmanager
 def dispatcher() -> Iterator[None]:
-    """Allow kernels that are not installed to be registered in the `with` block.
-
-    Registered kernels and the active backend are as before at the end.
-    """
+    """Let kernels that are not installed be registered, and restore the registry at the end."""
     active, before = Registry._active_backend, dict(Registry._backends)
     names = dict(Registry._supported_arg_names)
     needs = ("_CAN_USE_SAGE_ATTN", "_CAN_USE_FLASH_ATTN", "_CAN_USE_XFORMERS_ATTN")
@@ -88,14 +84,7 @@ def stand_ins() -> Iterator[list[str]]:
 
 
 def check_kernels(run: Callable[[], list[Tensor]], handle: Any) -> None:
-    """Assert that each kernel of the dispatcher gets a model's merged keys, as the loop has them.
-
-    A kernel may refuse the model's own mask, if it does so without merging too.
-
-    Args:
-        run: Calls the model.
-        handle: The handle of the merging on it.
-    """
+    """Assert that each kernel of the dispatcher gets the merged keys of the model of `run`."""
     native, plain = run(), {layer.name for layer in handle.report().layers if layer.merged}
     whole = _whole(run, handle)
     with stand_ins():

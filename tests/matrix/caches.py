@@ -64,13 +64,7 @@ class Pair:
 
 
 def sampled(inputs: Mapping[str, Any], model: Any, places: bool = False) -> Tensor:
-    """Return the outputs of all steps [STEPS, ...], of one input that fades.
-
-    Args:
-        inputs: Arguments of one call.
-        model: The model.
-        places: If True, each step passes its place, as SeaCache requires.
-    """
+    """Return the outputs [STEPS, ...] of one input that fades, with `places` for SeaCache."""
     outputs = []
     latents, when = ("x", "t") if "x" in inputs else ("hidden_states", "timestep")
     given, images = inputs[when], inputs[latents]
@@ -158,10 +152,7 @@ PAIRS = [*every_pair(), *own_pairs()]
 
 
 def check_pair(pair: Pair) -> None:
-    """Check that cache and merging give one result in either order, run after run.
-
-    The one that came first may go first, and leaves what the other gives alone.
-    """
+    """Check that cache and merging give one result in either order, and go without a trace."""
     model, cache = pair.model, pair.cache
     first, second = model.build(), model.build()
     plain = model.run(first)
@@ -208,10 +199,7 @@ def _merged_run(pair: Pair, subject: Any) -> Tensor:
 
 
 def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
-    """Check the report's numbers of calls and tokens.
-
-    Each layer was counted in the steps in which it computed, each time with half of the tokens.
-    """
+    """Check that each layer was counted in the steps in which it ran, with half of its tokens."""
     report = handle.report()
     layers = [layer for layer in report.layers if layer.merged]
     assert Counter(layer.calls for layer in layers) == Counter(pair.steps), str(report)
@@ -222,11 +210,7 @@ def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
 
 @contextmanager
 def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
-    """Check after every step that the layers that computed in it took its timestep's draw.
-
-    Yields:
-        The draws.
-    """
+    """Check after every step that the layers that computed took its draw; yield the draws."""
     counts: dict[str, int] = {}
     draws: list[Tensor] = []
 

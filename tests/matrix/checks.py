@@ -1,7 +1,4 @@
-"""Checks that every row of the matrix must pass.
-
-Merging acts where it should and nowhere else, and leaves no trace.
-"""
+"""Checks that every row of the matrix must pass."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ Shapes = dict[nn.Module, list[Any]]
 
 @contextmanager
 def recorded(subject: Any) -> Iterator[Shapes]:
-    """Record the shapes of all tensors that each module is called with, in order.
-
-    Modules are those of a pipeline's components or of a model. One that never runs has no entry.
-    """
+    """Record the shapes of all tensors that each module is called with, in order."""
     shapes: Shapes = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,10 +86,7 @@ def check_row(row: Row, folder: Path) -> None:
 
 
 def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
-    """Check a feature that is switched on after `apply_mame`, and off again.
-
-    It gives what it gives before `apply_mame`, and leaves no trace.
-    """
+    """Check that a feature may come on after `apply_mame`, and goes without a trace."""
     mode, fields = first_mode(row)
     subject = row.build()
     handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
@@ -110,10 +101,7 @@ def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
 
 
 def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Tensor]) -> None:
-    """Check a model that was saved while it merged.
-
-    It loads without merging, bit-equal, and merges as before after `apply_mame`.
-    """
+    """Check that a model saved while it merged loads without merging, and merges as before."""
     subject = row.build()
     mode, fields = first_mode(row)
     apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
@@ -130,8 +118,7 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
 def check_one_liner(row: Row) -> None:
     """Check what `set_attn_processor(MaMeAttnProcessor(...))` does, as the row says.
 
-    By itself the processor gives what `apply_mame` gives with `redraw=False,
-    share_guidance_plan=False`, because it sees neither steps nor latents.
+    The processor sees neither steps nor latents.
     """
     if not row.processor:
         return

@@ -19,13 +19,7 @@ def nothing(subject: Any) -> None:
 
 
 def param(value: Any, sweep: bool = False, since: str = "0") -> Any:
-    """Return a parameter of a test.
-
-    Args:
-        value: The parameter.
-        sweep: If True, only `python -m tests.matrix --sweep` runs it.
-        since: It is skipped with an older diffusers.
-    """
+    """Return a parameter of a test, skipped with an older diffusers or without `--sweep`."""
     name = getattr(value, "name", value)
     old = Version(diffusers.__version__) < Version(since)
     marks = [pytest.mark.skipif(old, reason=f"needs diffusers {since}")]

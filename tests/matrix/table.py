@@ -23,11 +23,7 @@ def features_table() -> Iterator[str]:
 
 
 def restores(recorded: str) -> str:
-    """Say in which modules tokens are restored: all, none or some, and why not in the others.
-
-    Args:
-        recorded: what the sweep found, such as "2 of 3: a skip connection".
-    """
+    """Say where tokens are restored, from what the sweep found ("2 of 3: a skip connection")."""
     count, _, reason = recorded.partition(": ")
     if reason:
         return f"{'no' if count == 'none' else 'some'}: {reason}"

@@ -1,8 +1,7 @@
 """A merging block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), y = MLP(LN(x'')) + x''.
 
-It uses the block's own forward. The first half is the input of the block's second norm, the second
-is the block's output with its attention silenced. So nothing is assumed about the modules between.
-Merging is that of `tests.oracle`.
+The first half is the input of the block's second norm, the second the block's output with its
+attention silenced, so that nothing is assumed about the modules between.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from tests.builders.perception import FRAMES, Row, frames
 
 
 def blocks_of(model: nn.Module, row: Row) -> list[Any]:
-    """Return the blocks of the vision transformer, not those of a text half.
-
-    They are the modules that have the row's norm and attention.
-    """
+    """Return the blocks of the vision transformer, which have the row's norm and attention."""
     named = [
         (name, module)
         for name, module in model.named_modules()
@@ -44,9 +40,8 @@ def merged_oracle(
 ) -> nn.Module:
     """Return a copy of `model` in float64 whose blocks in `configs` merge.
 
-    With `prop_attn` later attentions add the log of sizes. Only in the first of these blocks are
-    tokens a grid of `size`, if a convolution says height and width and nothing shuffles. `size` is
-    a square unless given; a video's frames are stacked vertically.
+    With `prop_attn` later attentions add the log of sizes. The first of these blocks has a grid of
+    `size`, by default a square; a video's frames are stacked vertically.
     """
     plane = "ViTMAE" not in row.name and any(
         isinstance(part, nn.Conv2d | nn.Conv3d) for part in model.modules()

@@ -38,16 +38,6 @@ def test_few_tokens_are_left_alone() -> None:
 
 
 @torch.no_grad()
-def test_with_keep_a_sample_does_not_see_its_neighbours() -> None:
-    model, inputs = VIT.build(), VIT.batch(3)
-    apply_encoder(model, keep=0.6, prop_attn=True)
-    both = VIT.call(model, inputs)["logits"]
-    for sample, pixels in enumerate(inputs["pixel_values"].split(1)):
-        alone = VIT.call(model, {"pixel_values": pixels})["logits"]
-        torch.testing.assert_close(alone[0], both[sample])
-
-
-@torch.no_grad()
 def test_by_tau_a_batch_keeps_what_any_image_keeps_and_the_report_says_so() -> None:
     """The paper's rule (Algorithm 1), which the float64 loops of test_models hold to the digit."""
     model, inputs, kept = VIT.build(), VIT.batch(3), []
@@ -88,15 +78,6 @@ def test_asked_for_too_much_merging_warns(fields: dict[str, Any], warns: bool) -
         assert told
         assert abs(int(told[1]) / 100 - handle.report().share) < 0.03
         assert "a smaller image that merges less is nearer" in str(handle.report())
-
-
-@torch.no_grad()
-def test_of_clips_no_smaller_image_is_told() -> None:
-    row = NAMED["VideoMAEForVideoClassification"]
-    handle = apply_encoder(row.build(), keep=0.1, blocks=DEPTH)
-    row.call(handle.root, row.batch())
-    assert handle.report().share < 0.37
-    assert "smaller image" not in handle.advice() + str(handle.report())
 
 
 @NEEDS_TIMM

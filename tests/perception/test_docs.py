@@ -41,13 +41,6 @@ def test_examples_run(code: str) -> None:
     exec(compile(code, "perception.md", "exec"), scope)
 
 
-def test_tome_s_r_is_a_keep_for_each_block() -> None:
-    keep = [(n - 16) / n for n in range(196, 4, -16)]
-    assert "keep=[(n - 16) / n for n in range(196, 4, -16)]" in PAGE
-    tokens = [block.tokens_kept for block in counted("ViT-B", tuple(range(12)), keep).layers]
-    assert tokens == [*range(181, 4, -16)]
-
-
 def test_flops_halved_at_3_6_and_9_are_those_counted_by_hand_and_of_the_documentation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from mame_sd import MaMeConfig
-from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored, remove_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.settings import FIRST, LEFT, chosen_blocks, configs_of
-from tests.builders.perception import DEPTH, PATCHES, VIT, tokens
+from tests.builders.perception import DEPTH, VIT
 
 
 @pytest.mark.parametrize(
@@ -98,26 +97,3 @@ def test_one_number_for_each_block() -> None:
 def test_settings_that_mean_nothing_here(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_encoder(VIT.build(), **fields)
-
-
-@torch.no_grad()
-def test_settings_change_and_go() -> None:
-    model, inputs = VIT.build(), VIT.batch()
-    before = VIT.call(model, inputs)["logits"]
-    first = apply_encoder(model, keep=0.5)
-    with encoder_restored(model):
-        second = apply_encoder(model, keep=0.75, blocks=1)
-        assert (first.installed, second.installed) == (False, True)
-        with pytest.raises(RuntimeError, match="removed or replaced"):
-            first.set(tau=0.5)
-    assert (first.installed, second.installed) == (True, False)
-    first.set(keep=1.0)
-    VIT.call(model, inputs)
-    assert tokens(first) == [PATCHES + 1] * DEPTH
-    second.remove()
-    assert first.installed
-    first.reset()
-    assert first.report().calls == 0
-    remove_encoder(model)
-    remove_encoder(model)
-    assert torch.equal(VIT.call(model, inputs)["logits"], before)

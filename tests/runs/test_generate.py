@@ -273,19 +273,6 @@ def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
     assert number > 15
 
 
-def test_an_interrupted_run_keeps_what_is_finished(model: LoadedModel, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "run", on_progress=interrupt)
-    assert len(os.listdir(tmp_path / "run" / "images")) == 2
-    assert run(model, tmp_path / "run").made == 1
-    run(model, tmp_path / "undisturbed")
-    assert snapshot(tmp_path / "run") == snapshot(tmp_path / "undisturbed")
-
-
 @posix
 def test_two_processes_share_a_run_and_make_the_same_bytes(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,13 +24,6 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
     return path
 
 
-def test_demo_is_packaged_and_names_what_the_embedded_model_knows() -> None:
-    prompts = load_prompts("demo")
-    assert len(prompts) == 12
-    assert (prompts[0].id, prompts[0].text) == ("00001", "rocket on a light blue background")
-    assert all(prompt.text.endswith(" background") for prompt in prompts)
-
-
 def test_txt_skips_comments_and_blank_lines_and_numbers_prompts(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "\ufeff# comment\r\n\r\n  a red apple \r\nkey\n")
     found = [(p.id, p.text) for p in load_prompts(path)]
@@ -95,13 +88,10 @@ def test_bad_files_name_file_and_line(tmp_path: Path, case: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_cell_that_never_ends_is_told_from_a_quote_within_one(tmp_path: Path) -> None:
+def test_what_never_ends_or_would_take_hours_is_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", 'prompt\n"' + "key " * 40_000 + '"\n')
     with pytest.raises(UserError, match="a cell has more than 131,072 characters; end its quotes"):
         load_prompts(path)
-
-
-def test_what_would_take_hours_is_one_line(tmp_path: Path) -> None:
     long = write(tmp_path, "long.txt", "a " * 5_000_000)
     with pytest.raises(UserError, match="at most 100,000 characters, got 9,999,999; shorten it"):
         load_prompts(long)

@@ -9,12 +9,6 @@ import pytest
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.benchmarks import benchmark, every_row
-from tests.builders.tiny import save_tiny_pipeline
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")

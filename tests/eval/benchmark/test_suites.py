@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from diffusers import DDIMScheduler
 
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
@@ -68,8 +67,6 @@ def test_own_settings_and_files_of_them_are_rows(tmp_path: Path) -> None:
     for text, error in (
         ("keep", "keep: expected a .json file of settings such as .*, got no ending"),
         ("kep=1", "unknown setting 'kep'; did you mean 'keep'"),
-        ("keep=2", "keep: expected a share above 0 and at most 1, got 2"),
-        ("keep=1,tau=0.5", "expected tau or keep, got both"),
         ("keep=0..5", "keep: expected a share above 0 and at most 1, got '0..5'"),
     ):
         with pytest.raises(UserError, match=error):
@@ -79,9 +76,7 @@ def test_own_settings_and_files_of_them_are_rows(tmp_path: Path) -> None:
 def test_what_is_given_stands_over_the_suite() -> None:
     paper = SUITES["paper"]
     assert (paper.dtype, paper.num, paper.seed) == ("float32", 2000, 42)
-    fits = [kind.__name__ for kind in DDIMScheduler().compatibles]  # as --scheduler takes them
     assert paper.scheduler == "DPMSolverMultistepScheduler"
-    assert paper.scheduler in fits
     for suite in SUITES.values():
         assert set(suite.metrics) <= set(METRICS)
         GenerateSettings(**suite.sampling({"steps": 3, "guidance": None}))

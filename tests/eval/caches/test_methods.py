@@ -58,10 +58,7 @@ def test_a_loop_picks_the_same_keys() -> None:
 
 
 def least(x: Tensor, merges: int) -> float:
-    """Return the tau above which that number of sources of tokens x [n, C] merge.
-
-    Cosines are those with destinations that are not earlier.
-    """
+    """Return the tau above which that many sources of tokens x [n, C] merge causally."""
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     best = (unit[1::2] @ unit[::2].T).masked_fill(
         ~torch.ones(len(x) // 2, len(x) // 2).tril().bool(), -1

@@ -165,8 +165,7 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     own, other = (row["kl"] for row in again["rows"][1:3])
     assert again["rows"][1]["kl_over"]["mean"] == pytest.approx(own - other)
     assert "MaMe, keep 0.25: KL less DivPrune's" in table(again)
-    for name in ("caption", "visual", "first_share", *SCORES):
-        assert again["rows"][0].get(name) == found["rows"][0].get(name)
+    assert again["rows"][0]["first_share"] == found["rows"][0]["first_share"]
     assert again["rows"][1]["whole_share"] > 1e-3, (
         "the baseline is timed next to a row that is added"
     )
@@ -240,16 +239,13 @@ def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
     pytest.importorskip("pycocoevalcap")
     words = ["<pad>", "<image>", "<unk>", *(f"w{n}" for n in range(3, 60))]
     special = {"pad_token": "<pad>", "additional_special_tokens": ["<image>"]}
-    sizes = {
-        "size": {"shortest_edge": tiny.SIDE},
-        "crop_size": {"height": tiny.SIDE, "width": tiny.SIDE},
-    }
+    crop = {"height": tiny.SIDE, "width": tiny.SIDE}
+    how = {"patch_size": tiny.PATCH, "num_additional_image_tokens": 1}
     LlavaProcessor(
-        CLIPImageProcessor(**sizes),
+        CLIPImageProcessor(size={"shortest_edge": tiny.SIDE}, crop_size=crop),
         word_tokenizer(words, **special),
-        patch_size=tiny.PATCH,
         vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
+        **how,
     ).save_pretrained(tmp_path / "model")
     model = tiny.llava()
     model.config.image_token_id = 1

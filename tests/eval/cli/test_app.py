@@ -119,38 +119,33 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
+WITHOUT_TORCH = """\
+benchmark --suite x
+benchmark --rows random-2
+benchmark --row keep=0
+benchmark --model ./none
+benchmark --suite paper
+benchmark --suite readme --steps 3
+benchmark --prompts none.txt
+benchmark --out /dev/null
+score none none
+score none none --device abacus
+score none none --metrics x
+classify --data . --rows bad
+caption --data none --references none
+cache --texts none
+report .
+weights --weights-dir none
+doctor --weights-dir none
+"""
+
+
 def test_help_and_errors_of_what_is_given_import_no_torch() -> None:
     code = (
         "import sys; from mame_sd.eval.cli import app; [app.run(line.split()) for line in {}];"
         " print('torch' in sys.modules)"
     )
-    lines = [
-        "benchmark --suite x",
-        "benchmark --rows nope",
-        "benchmark --rows random-2",
-        "benchmark --row keep=0",
-        "benchmark --model ./none",
-        "score none none",
-        "score none none --device abacus",
-        "score none none --reference nope",
-        "score none none --fid-backend x",
-        "benchmark --suite paper",
-        "benchmark --suite readme --steps 3",
-        "benchmark --prompts none.txt",
-        "benchmark --out /dev/null",
-        "classify --data none",
-        "classify --data . --rows bad",
-        "caption --data none --references none",
-        "cache --texts none",
-        "report .",
-        "weights --weights-dir none",
-        "doctor --weights-dir none",
-        "score none none --metrics x",
-        "classify",
-        "classify --data none --suite x",
-        "cache --rows x",
-        "caption --data x --references x --rows x",
-    ]
+    lines = WITHOUT_TORCH.splitlines()
     done = python(code.format(lines))
     assert done.stdout == "False\n"
     assert done.stderr.count("error: ") == len(lines)

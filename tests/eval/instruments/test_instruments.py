@@ -41,15 +41,6 @@ class Straight(Instrument):
         return (noisy - self.clean) / time.view(-1, *[1] * (noisy.ndim - 1))
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_times_fall_from_noise_to_clean(shift: float) -> None:
-    times = flow.times(4, shift)
-    assert times[0] == 1
-    assert times[-1] == 0
-    assert times == sorted(times, reverse=True)
-    assert times[2] == pytest.approx({1.0: 0.5, 3.0: 0.75}[shift])
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_euler_follows_a_straight_flow_to_its_end(steps: int) -> None:
     kind = replace(KINDS["photographs"], heads=1, blocks=1)
@@ -82,53 +73,6 @@ def test_guidance_moves_away_from_the_velocity_without_a_condition(name: str) ->
     torch.testing.assert_close(plain, known)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_a_condition_its_thumbnails_do_not_matter(name: str) -> None:
-    instrument, given = tiny(name), conditions(name)
-    noisy = flow.noise_of(instrument, 1, 0)
-    answers = [instrument(noisy, torch.ones(1), given[i : i + 1], torch.zeros(1)) for i in (0, 1)]
-    assert torch.equal(*answers)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_merging_changes_the_velocity_and_its_removal_restores_it(name: str) -> None:
-    instrument, given = tiny(name), conditions(name)[:1]
-    noisy = flow.noise_of(instrument, 1, 0)
-    before = flow.guided_velocity(instrument, noisy, 0.5, given)
-    handle = apply_mame(instrument.model, MaMeConfig(keep=0.25))
-    merged = flow.guided_velocity(instrument, noisy, 0.5, given)
-    handle.remove()
-    assert 0 < (merged - before).norm() < before.norm()
-    assert torch.equal(flow.guided_velocity(instrument, noisy, 0.5, given), before)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_conditions_are_thumbnails_of_held_out_samples(name: str) -> None:
-    found, kind = conditions(name), KINDS[name]
-    assert found.shape == (128, kind.thumbnails, 3, 8, 8)
-    assert -1 <= found.min() < found.max() <= 1
-    assert found.flatten(1).unique(dim=0).shape[0] == 128
-
-
-def test_the_thumbnails_of_a_clip_are_its_first_and_last_frame() -> None:
-    clip = torch.zeros(1, 3, 8, 32, 32)
-    clip[:, :, 0], clip[:, :, -1] = 0.25, 0.5
-    first, last = thumbnails_of(clip)[0]
-    assert (first == 0.25).all()
-    assert (last == 0.5).all()
-
-
-def test_clips_are_given_their_first_and_last_thumbnail_at_its_place() -> None:
-    instrument = tiny("video")
-    given = torch.rand(1, 2, 3, 8, 8)
-    frames = instrument.known_frames(given)
-    assert frames.shape == (1, 4, 8, 32, 32)
-    for at, thumbnail in ((0, given[:, 0]), (-1, given[:, 1])):
-        torch.testing.assert_close(F.avg_pool2d(frames[:, :3, at], 4), thumbnail)
-        assert (frames[:, 3, at] == 1).all()
-    assert not frames[:, :, 1:-1].any()
-
-
 def test_a_window_of_a_clip_is_given_the_part_of_its_place() -> None:
     instrument, given = tiny("video"), torch.rand(1, 2, 3, 8, 8)
     seen: list[Tensor] = []
@@ -138,16 +82,6 @@ def test_a_window_of_a_clip_is_given_the_part_of_its_place() -> None:
     assert velocity.shape == noisy.shape
     assert torch.equal(seen[0][:, :3], noisy)
     assert torch.equal(seen[0][:, 3:], instrument.known_frames(given)[..., 4:20, 10:26])
-
-
-def test_context_tokens_say_colour_and_place() -> None:
-    instrument = tiny("video")
-    given = torch.rand(1, 2, 3, 8, 8)
-    context = instrument.context(given)
-    assert context.shape == (1, 128, instrument.kind.context_width)
-    token = context[0, 64 + 8 * 3 + 5]  # the last frame's row 3, column 5
-    assert torch.equal(token[:3], given[0, 1, :, 3, 5])
-    assert token[3:].nonzero().flatten().tolist() == [3, 8 + 5, 16 + 1]
 
 
 @pytest.fixture
@@ -168,14 +102,6 @@ def test_weights_come_back_from_several_files(small: Instrument, tmp_path: Path)
         step = value.abs().amax(-1, keepdim=True) / 127  # of each row's int8
         allowed = 0.51 * step if value.ndim == 2 else 0.001 * value.abs() + 1e-7
         assert ((loaded.model.state_dict()[name] - value).abs() <= allowed).all(), name
-
-
-def test_rows_of_a_matrix_have_scales_of_their_own_and_zeros_stay() -> None:
-    matrix = torch.tensor([[1e-6, -3e-6], [100.0, 50.0], [0.0, 0.0]])
-    found = models.dequantized(models.quantized({"w": matrix, "b": torch.tensor([0.5])}))
-    assert found.keys() == {"w", "b"}
-    torch.testing.assert_close(found["w"], matrix, rtol=0.02, atol=0)
-    assert not found["w"][2].any()
 
 
 def test_what_cannot_be_loaded_is_one_sentence(small: Instrument, tmp_path: Path) -> None:

@@ -50,11 +50,7 @@ rules = pytest.mark.parametrize(
 def tome_by_loops(
     x: Tensor, metric: Tensor, sizes: Tensor, r: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
-    """Merge one sample as section 3 of the paper says.
-
-    Alternating sets, one edge each, the r most similar merge, means by size. x [L, C], metric [L,
-    d], sizes [L]. Special tokens stay; the rest of A follows in its order, then B.
-    """
+    """Merge x [L, C] by metric [L, d] and sizes [L] as section 3 of ToMe's paper says."""
     tokens = range(prefix, len(x))
     a, b = [n for n in tokens if n % 2 == 0], [n for n in tokens if n % 2 == 1]
     edges = []

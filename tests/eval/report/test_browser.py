@@ -1,4 +1,4 @@
-"""The report in a real Chromium: it fits the screen, fetches nothing, and enlarges pictures.
+"""The report in a real Chromium: it fetches nothing, and enlarges pictures.
 
 Skipped if no Chromium can be had: Debian's `chromium`, Google's Chrome, or the one of `playwright
 install chromium`.
@@ -14,17 +14,7 @@ from typing import Any
 
 import pytest
 
-from mame_sd.eval.report import render
-from mame_sd.eval.results.read import parse
-from tests.builders.report_example import PROMPTS, example, row
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-OUTSIDE = """() => [...document.querySelectorAll('body *')].filter((node) => {
-  if (node.closest('.scroll, pre, dialog, svg, .sr')) return false;
-  const box = node.getBoundingClientRect();
-  return box.width && (box.right > document.documentElement.clientWidth + 1 || box.left < -1);
-}).map((node) => node.tagName + '.' + node.className)"""
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +32,14 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("report")
-    results = example(folder, prompts=(*PROMPTS, "a" * 300))
-    row(results, "tomesd-50")["label"] = "ToMeSD with quite a long label, 50 %"
-    results["manifest"]["digest"] = "0123456789abcdef" * 16
-    return render(parse(results), folder).as_uri()
-
-
 @pytest.fixture
-def opened(browser: Any, report: str) -> Iterator[Any]:
+def opened(browser: Any, written: Path) -> Iterator[Any]:
     """Open the page on a screen; it must not complain, nor request an address outside itself."""
     trouble: list[str] = []
+    report = (written / "report.html").as_uri()
 
-    def open_page(width: int = 1280, scheme: str = "light") -> Any:
-        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    def open_page(scheme: str = "light") -> Any:
+        page = browser.new_page(color_scheme=scheme)
         page.on("console", lambda message: trouble.append(message.text))
         page.on("pageerror", lambda error: trouble.append(str(error)))
         page.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))
@@ -69,42 +51,9 @@ def opened(browser: Any, report: str) -> Iterator[Any]:
     assert [said for said in trouble if said != report and not said.startswith("data:")] == []
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_names_in_the_plot_cover_neither_one_another_nor_its_axes(opened: Any, width: int) -> None:
-    boxes = opened(width).evaluate(
-        """() => [...document.querySelectorAll('#frontier svg text')]
-          .filter((node) => node.getClientRects().length)
-          .map((node) => [node.textContent, node.getBoundingClientRect().toJSON()])"""
-    )
-    assert len(boxes) > 8
-    for number, (one, a) in enumerate(boxes):
-        assert a["left"] >= 0, one
-        assert a["right"] <= width, one
-        for other, b in boxes[:number]:
-            apart = (a["right"] <= b["left"] + 1 or b["right"] <= a["left"] + 1) or (
-                a["bottom"] <= b["top"] + 3 or b["bottom"] <= a["top"] + 3
-            )
-            assert apart, f"{one} covers {other}"
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
-def test_nothing_overflows_and_colors_follow_the_scheme(
-    opened: Any, width: int, scheme: str
-) -> None:
-    page = opened(width, scheme)
-    for summary in page.locator("summary").all():
-        summary.click()
-    assert page.evaluate(OVERFLOW) == 0
-    assert page.evaluate(OUTSIDE) == []
-    boxes = page.locator(".scroll").evaluate_all(
-        "nodes => nodes.map(n => [n.scrollWidth, n.clientWidth])"
-    )
-    # wide tables scroll in their own box
-    assert all(inner > outer for inner, outer in boxes) or width > 360
-    plots = page.locator(".plot svg:visible")
-    assert plots.count() == 1
-    assert plots.first.bounding_box()["width"] <= width
-    colors = page.evaluate(
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_of_the_ground_in_either_scheme(opened: Any, scheme: str) -> None:
+    colors = opened(scheme).evaluate(
         "[getComputedStyle(document.body).backgroundColor,"
         " getComputedStyle(document.querySelector('.plot svg text')).fill]"
     )
@@ -131,25 +80,13 @@ def test_pictures_enlarge_by_mouse_and_by_keyboard_and_swap_in_place(opened: Any
     page.keyboard.press("ArrowLeft")
     assert image.get_attribute("src") == sources[-1]
     assert image.get_attribute("alt").startswith("Difference of MaMe (default) from the baseline: ")
-    page.locator("dialog .previous").click()
-    assert dialog.locator(".label").inner_text().startswith("Difference of ToMeSD")
     page.locator("dialog .close").click()
     assert not dialog.is_visible()
     # A browser announces after a while that a dialog has closed. Only then does the focus return.
-    sync_api.expect(shots.nth(len(sources) - 2)).to_be_focused()
+    sync_api.expect(shots.nth(len(sources) - 1)).to_be_focused()
     shots.nth(1).focus()
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.closest('dialog') !== null")
-    once = image.bounding_box()["width"]
-    page.keyboard.press("z")
-    assert image.bounding_box()["width"] == pytest.approx(2 * once, rel=0.01)
-    assert page.locator("dialog .twice").get_attribute("aria-pressed") == "true"
-    for _ in range(6):  # Tab never leaves the open dialog for the page behind it
-        page.keyboard.press("Tab")
-        assert page.evaluate(
-            "document.activeElement === document.body || document.activeElement.closest('dialog')"
-            " !== null"
-        )
+    assert dialog.is_visible()
     page.keyboard.press("Escape")
     assert not dialog.is_visible()
     sync_api.expect(shots.nth(1)).to_be_focused()

@@ -5,21 +5,17 @@ from __future__ import annotations
 import copy
 import math
 import re
-from html import unescape
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mame_sd.eval.report import frontier, render
+from mame_sd.eval.report import frontier
 from mame_sd.eval.report.headline import cards, comparison, headline
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
 from mame_sd.eval.results.schema import MethodResult, Value
-from tests.builders.report_example import NO_TOMESD, Results, row, speed
-
-SHOWN = ("mame-default", "tomesd-50")
+from tests.builders.report_example import Results, row, speed
 
 
 def says(results: Results) -> str:
@@ -56,14 +52,12 @@ def test_the_nearest_and_the_fastest_rival_are_named(results: Results) -> None:
     assert said.startswith("The nearest rival, ToMeSD 50 %, is 1.25 times as fast")
     assert "The fastest rival, one step fewer, is 4.00 times as fast" in said
     assert "at an LPIPS of 0.9000." in said
-    shown = [(card.role, card.row.name, card.speed, card.near) for card in cards(focus(parsed))]
-    near = [f"{row(results, name)['values']['lpips']['mean']:.4f}" for name in SHOWN]
+    shown = [(card.role, card.row.name, card.speed) for card in cards(focus(parsed))]
     assert shown == [
-        ("merged", "mame-default", "1.60", near[0]),
-        ("nearest rival", "tomesd-50", "1.25", near[1]),
-        ("fastest rival", "fewer-1", "4.00", "0.9000"),
+        ("merged", "mame-default", "1.60"),
+        ("nearest rival", "tomesd-50", "1.25"),
+        ("fastest rival", "fewer-1", "4.00"),
     ]
-    assert cards(focus(parsed))[0].seconds == "2.50 instead of 4.00 s"
 
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
@@ -82,9 +76,6 @@ def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results
     assert not says_so(), "within the intervals"
     rival["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
     assert says_so()
-    rival["lpips"] = {"mean": 1e-6, "n": 1}
-    assert not says_so(), "one prompt"
-    rival["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
     rival["speedup"] = {"mean": 4.0, "n": 1}
     assert not says_so(), "one round"
 
@@ -101,15 +92,6 @@ def test_headline_without_speed_without_lpips_and_without_mame(results: Results)
     assert says(results).endswith("neither was its distance from the baseline.")
     results["rows"] = results["rows"][:1]
     assert says(results) == "No run with MaMe has been measured yet."
-
-
-def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, unplotted: Results) -> None:
-    results = unplotted
-    row(results, "tomesd-50").update(measured=False, values={}, per_image={}, reason="no <tomesd>")
-    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
-    assert f"ToMeSD was not measured: {NO_TOMESD}." in unescape(text)
-    assert text.count("not measured: no &lt;tomesd&gt;") == 3  # in every table
-    assert "--columns: 3" in text
 
 
 def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:

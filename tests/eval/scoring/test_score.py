@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import Image
 
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
@@ -100,24 +100,6 @@ def test_plain_folders_of_images_pair_by_file_name(
     line = refused(capsys, a, b)
     assert "expected the image 03_0 as in" in line
     assert "compare folders of the same file names" in line
-
-
-def test_images_that_exif_turns_are_scored_as_viewers_show_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    upright, exif = Image.fromarray(noise(0)), Image.Exif()
-    exif[ExifTags.Base.Orientation] = 8
-    turned = upright.transpose(Image.Transpose.ROTATE_270)
-    for name, image, more in (("a", upright, {}), ("b", turned, {"exif": exif})):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            image.save(tmp_path / name / f"{number}.png", **more)
-    found, err = score_json(capsys, *(str(tmp_path / name) for name in "ab"))
-    psnr, ssim = (found["metrics"][name] for name in ("psnr", "ssim"))
-    assert (psnr["mean"], psnr["low"], ssim["mean"]) == (math.inf, None, pytest.approx(1))
-    assert "psnr: 2 of 2 equal\n" in err
-    assert found["manifest"]["run_b"]["sizes"] == ["32x24"]
-    assert err.count("2 images are turned as EXIF says, as viewers do") == 1
 
 
 BAD = {

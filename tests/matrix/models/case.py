@@ -111,16 +111,7 @@ def case(
     small: dict[str, Any] = SMALL,
     **more: Any,
 ) -> Case:
-    """Make a case of a class.
-
-    Args:
-        name: The class.
-        inputs: Returns what is special in a call.
-        image: See `Case`.
-        text: See `Case`.
-        small: Values for the arguments that the class takes.
-        more: Further arguments of the class.
-    """
+    """Make a case of a class; `small` are values for the arguments that the class takes."""
 
     def build() -> Any:
         return model(name, **{**_sizes(small, getattr(diffusers, name)), **more})()

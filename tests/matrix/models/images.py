@@ -7,14 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.builders.transformers import (
-    IMAGE,
-    TEXT,
-    H,
-    W,
-    flux_inputs,
-    normal,
-)
+from tests.builders.transformers import IMAGE, TEXT, H, W, flux_inputs, normal
 from tests.matrix.models.case import BLC, WORDS, Case, case, rotations
 
 HALF = {"timestep": torch.tensor([0.5, 0.5])}
@@ -139,10 +132,7 @@ def z_control() -> nn.Module:
 
 
 def omni() -> dict[str, Any]:
-    """Return inputs of Z-Image with a reference image.
-
-    Captions have 7 and 5 tokens, images 24 and 96, and SigLIP's features belong to the first.
-    """
+    """Return inputs of Z-Image with a reference image, to which SigLIP's features belong."""
     reference, image = normal(4, 1, H, W), normal(4, 1, 2 * H, 2 * W, seed=1)
     return {
         "x": [[reference, image], [reference + 1, image + 1]],

@@ -1,7 +1,6 @@
 """Find a model's image among the keys of its attention.
 
-The probe changes one slice of the latents, and looks which keys move. Attention gives zeros
-meanwhile, so that a change stays with its own tokens through all layers.
+The probe changes one slice of the latents and looks which keys move, while attention gives zeros.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ AXES = "THW"
 
 
 def check_probe(case: Case, model: nn.Module) -> None:
-    """Check that the keys that move are those that the family says.
-
-    One slice of each axis and one text token are changed.
-    """
+    """Check that a slice of each axis moves the keys that the family says, and a text none."""
     with _apart(model) as run:
         before, size = run(case.inputs())
         sides = dict(zip(AXES[-len(size) :], size, strict=True))
@@ -50,11 +46,7 @@ def check_probe(case: Case, model: nn.Module) -> None:
 
 @contextmanager
 def _apart(model: nn.Module) -> Iterator[Any]:
-    """Run the model with attention that gives zeros.
-
-    Yields:
-        A function that returns the calls that merge, and (t, h, w) or (h, w).
-    """
+    """Give attention zeros; yield a function that returns the calls that merge, and the size."""
     handle = apply_mame(model, keep=0.5, min_tokens=1)
 
     def run(inputs: dict[str, Any]) -> tuple[list[Merged], tuple[int, ...]]:

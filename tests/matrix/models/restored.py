@@ -1,8 +1,4 @@
-"""Check what is restored in a tiny model.
-
-For the chosen tokens, and for tokens that are not the image's, the output of a restored MLP or
-block must equal its output without restoring.
-"""
+"""Check that chosen tokens, and those that aren't the image's, are exact in restored modules."""
 
 from __future__ import annotations
 
@@ -29,17 +25,10 @@ SETTINGS = {"mlp": "mlp_keep", "block": "block_keep"}
 
 @dataclass(eq=False)
 class Restored:
-    """Record one call that was restored.
+    """One call that was restored, whose input has `length` tokens, the image's from `start`.
 
-    Attributes:
-        hook: the hook of the module.
-        chosen: the chosen tokens.
-        start: position of the image's first token in the module's input.
-        length: number of tokens of that input.
-        x: what is added to the fit for the image's tokens: a block's input, or the attention's
-            part of a projection that it shares with an MLP.
-        output: output of the call.
-        plain: output for the same arguments without restoring.
+    `x` is what is added to the fit for the image's tokens: a block's input, or the attention's part
+    of a projection that it shares with an MLP. `plain` is the output without restoring.
     """
 
     hook: RestoreHook
@@ -84,10 +73,8 @@ class Restored:
 def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[list[Restored]]:
     """Record each call of a handle's modules that is restored while the block runs.
 
-    Args:
-        handle: The handle.
-        split: Takes, for each projection out of attention and MLP, whether its input is the
-            attention's and then the MLP's, which is zero for tokens that were not chosen.
+    `split` takes for each shared projection whether the MLP's part of its input is zero for tokens
+    that were not chosen.
     """
     split = [] if split is None else split
     found: list[Restored] = []
@@ -155,10 +142,7 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
 
 
 def restored_of(case: Case, model: nn.Module, kind: str) -> str:
-    """Say how many of a model's MLPs or blocks are restored, and why the others are not.
-
-    Each that is restored is checked.
-    """
+    """Check MLPs or blocks that are restored; say how many are, and why the others are not."""
     try:
         handle = apply_mame(model, keep=1, min_tokens=1, **{SETTINGS[kind]: 0.25})
     except ValueError as error:

@@ -38,11 +38,7 @@ def classes() -> set[str]:
 
 
 def outcome(case: Case, model: nn.Module) -> dict[str, Any]:
-    """Return what merges and is restored in a model. `keep` stays on.
-
-    That is by `keep` half of the keys, whether `tau` merges the same layers, and how many MLPs and
-    blocks are restored.
-    """
+    """Return which layers merge by `keep` and by `tau`, and what is restored. `keep` stays on."""
     restored = {kind: restored_of(case, model, kind) for kind in SETTINGS}
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     found: dict[str, Any] = {}

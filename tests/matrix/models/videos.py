@@ -112,10 +112,7 @@ COSMOS_CONTROL = case(
 
 
 def cosmos_control() -> nn.Module:
-    """Build a ControlNet of Cosmos without torchvision.
-
-    It resizes its padding mask by torchvision's nearest interpolation.
-    """
+    """Build a ControlNet of Cosmos, which resizes its padding mask by torchvision."""
     from diffusers.models.controlnets import controlnet_cosmos
 
     if not hasattr(controlnet_cosmos, "transforms"):

@@ -20,10 +20,7 @@ from tests.oracle import Image, merged_attention
 
 
 class Attention(TorchFunctionMode):
-    """While entered, notes the keys of all softmax attention.
-
-    With `apart` attention gives zeros, so that no token learns of others.
-    """
+    """Note the keys of all softmax attention while entered; if `apart`, attention gives zeros."""
 
     def __init__(self, apart: bool = False) -> None:
         super().__init__()
@@ -47,15 +44,10 @@ class Attention(TorchFunctionMode):
 
 
 class Merged(NamedTuple):
-    """One call whose keys merge.
+    """One call whose keys merge: its arguments, and those that the kernel is given instead.
 
-    Attributes:
-        call: its arguments, with all keys, [B, H, N, D].
-        changed: those that the kernel is given instead.
-        job: what merged them.
-        groups: of each image, the generated one first.
-        first: where the generated image's keys begin.
-        counted: whether the kernel was given the sizes of groups.
+    The generated image's group comes first, and its keys begin at `first`. `counted` says whether
+    the kernel was given the sizes of groups.
     """
 
     call: dict[str, Any]
