@@ -252,6 +252,7 @@ X = torch.zeros(2, 63, 4)
     ("given", "message"),
     [
         ({"grid": (0, 9)}, "grid, before, after: expected"),
+        ({"grid": 63}, "grid, before, after: expected"),
         ({"grid": (1, 1, 7, 9)}, "grid, before, after: expected"),
         ({"before": -1, "after": 1}, "grid, before, after: expected"),
         ({"keep": 0}, "keep: expected a share above 0 and at most 1, got 0"),
