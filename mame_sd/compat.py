@@ -2,7 +2,7 @@
 
 `require` raises an error if a name is missing, so that nothing silently fails to merge:
 `apply_mame` checks torch and diffusers, `compress_cache` checks transformers, and `mame-sd doctor`
-checks all. `private` returns names that are needed at import.
+checks all. `private` returns names of torch that are needed at import.
 """
 
 from __future__ import annotations
@@ -188,21 +188,16 @@ def require(*libraries: str) -> None:
             raise RuntimeError(complaint(library))
 
 
-def private(library: str, place: str, name: str) -> Any:
-    """Return a name of `NAMES` that is needed when our modules are imported.
-
-    Args:
-        library: name of the library.
-        place: the object that has the name.
-        name: the name.
+def private(place: str, name: str) -> Any:
+    """Return the undocumented `name` of an object of torch, which is needed at import.
 
     Raises:
-        RuntimeError: the installed release of the library lacks it.
+        RuntimeError: the installed torch lacks it.
     """
     try:
         return getattr(resolve_name(place), name)
     except (ImportError, AttributeError):
-        raise RuntimeError(complaint(library)) from None
+        raise RuntimeError(complaint("torch")) from None
 
 
 # Captioners: LLaVA and Qwen-VL.

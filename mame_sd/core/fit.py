@@ -18,7 +18,7 @@ from mame_sd.compat import private
 from mame_sd.core.groups import matmul_fp32
 
 # PyTorch's own function, even if another one was put in its place in torch.nn.functional.
-SDPA = private("torch", "torch._C:_nn", "scaled_dot_product_attention")
+SDPA = private("torch._C:_nn", "scaled_dot_product_attention")
 RIDGE = 0.1  # relative to the mean diagonal of A A^T
 SIZE_RIDGE = 1e-3  # relative to the mean square of the queries
 # Relative rounding error of an attention output, by dtype. If queries attend almost only to the

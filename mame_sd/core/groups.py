@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mame_sd.compat import private
 from mame_sd.core.cells import Cells, cut
 
-_no_modes = private("torch", "torch.utils._python_dispatch", "_disable_current_modes")
+_no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
 
 
 def unreadable(t: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from mame_sd.compat import private
 
 FUSED, UNFUSED = "fused", "unfused"
-_no_modes = private("torch", "torch.utils._python_dispatch", "_disable_current_modes")
+_no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
 # Number of tokens from which on a layer merges, by device and kernel. For GPUs it is estimated from
 # the time of merging, 2.7 ms a layer from Python (measured on an H200, docs/gpu.md), and from the
 # time of attention at harsh assumptions. For CPUs it is measured (docs/results.md).

@@ -32,23 +32,13 @@ timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = math.inf, 0.0
 PROMPTS = prompts_from_texts(
     ["key on a black background", "ant on a pink background", "star on a purple background"]
 )
-
-
 SETTINGS = GenerateSettings(steps=2)
-
-
 KEEP = MaMeConfig(keep=0.5, min_tokens=16)
-
-
 TAU = MaMeConfig(tau=0.3, min_tokens=16)
-
-
 LIKE_SDXL = {  # no attention at the largest level
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
 }
-
-
 rivals = pytest.mark.skipif(
     importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra rivals)"
 )
@@ -89,15 +79,7 @@ TINY = Suite(
     num=3,
     steps=2,
     rounds=2,
-    metrics=(
-        "psnr",
-        "ssim",
-        "fid",
-        "is",
-        "latency",
-        "speedup",
-        "memory",
-    ),
+    metrics=("psnr", "ssim", "fid", "is", "latency", "speedup", "memory"),
 )
 
 

@@ -45,11 +45,7 @@ def test_the_paper_s_line_is_the_paper() -> None:
 
 @pytest.mark.parametrize(
     ("inner", "scaled"),
-    [
-        (AttnProcessor(), False),
-        (SlicedAttnProcessor(1), True),
-        (AttnProcessor2_0(), True),
-    ],
+    [(AttnProcessor(), False), (SlicedAttnProcessor(1), True), (AttnProcessor2_0(), True)],
 )
 def test_keep_is_attention_over_merged_keys_whatever_computes_it(inner: Any, scaled: bool) -> None:
     attn, x = attention(scale_qk=scaled), tokens()
@@ -99,12 +95,8 @@ def test_names_every_keyword_that_diffusers_processors_take() -> None:
         ):
             theirs |= set(inspect.signature(kind.__call__).parameters)
     assert len(theirs) > 10
-    assert theirs - ours <= {
-        "scale",
-        "args",
-        "kwargs",
-        "encoder_attention_mask",
-    }  # Mochi's own class; `scale` is gone
+    # `scale` is gone, and a mask of the encoder is for Mochi's own class.
+    assert theirs - ours <= {"scale", "args", "kwargs", "encoder_attention_mask"}
 
 
 def test_rotary_positions_pass_through() -> None:

@@ -19,13 +19,7 @@ from torch import Tensor
 
 from mame_sd import apply_mame, mame, remove_mame
 from tests.builders.pipelines import mame_pipeline
-from tests.builders.tiny import (
-    generate,
-    run_unet,
-    tiny_pipeline,
-    tiny_unet,
-    unet_inputs,
-)
+from tests.builders.tiny import generate, run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
 MERGED = {"keep": 0.5, "min_tokens": 16}
 BUSY = "expected no image under way in another thread"

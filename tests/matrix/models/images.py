@@ -7,14 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.builders.transformers import (
-    IMAGE,
-    TEXT,
-    H,
-    W,
-    flux_inputs,
-    normal,
-)
+from tests.builders.transformers import IMAGE, TEXT, H, W, flux_inputs, normal
 from tests.matrix.models.case import BLC, WORDS, Case, case, rotations
 
 HALF = {"timestep": torch.tensor([0.5, 0.5])}
