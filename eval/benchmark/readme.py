@@ -24,7 +24,8 @@ FORMAT = "mame-sd readme 1"
 # In front of a table in a page: the file; then, if not all of it is shown, its cases and rows.
 MARKER = "<!-- table of {}{} -->"
 NEAR = ("psnr", "psnr_object", "lpips", "latency", "speedup", "cpu", "cpu_speedup")
-SETS = ("fd_dinov2", "kid_dinov2", "clip_score")
+# FID and the Inception score are measured if --weights-dir has Inception's weights.
+SETS = ("fid", "is", "fd_dinov2", "kid_dinov2", "clip_score")
 # The rows of a case: our settings, fewer steps, what does nothing clever, others' methods.
 FEWER = "fewer-1,fewer-2"
 PLAIN = "unfitted-0.25,random-0.25,mean-attention"
@@ -283,7 +284,8 @@ def _cell(values: Mapping[str, Any], intervals: bool) -> str:
         inside = f" ({second['mean']:.1f})" if second else ""
         parts.append(f"{values['psnr']['mean']:.1f} dB{inside}")
     for name, label, digits in (
-        ("fd_dinov2", "FD", 1), ("kid_dinov2", "KID", 2), ("clip_score", "CLIP", 1)
+        ("fid", "FID", 1), ("is", "IS", 2), ("fd_dinov2", "FD", 1), ("kid_dinov2", "KID", 2),
+        ("clip_score", "CLIP", 1),
     ):  # fmt: skip
         if name in values:
             parts.append(f"{label} {values[name]['mean']:.{digits}f}")
