@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -86,6 +87,35 @@ class Sums:
         return tuple(map(add, self.eager, compiled))
 
 
+class FitErrors:
+    """Sums of a restored layer's estimated errors over calls (`ChosenTokens.left_out_error`)."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all calls."""
+        self.calls = 0
+        self._sums: Tensor | None = None
+
+    def add(self, errors: Tensor, deviations: Tensor) -> None:
+        """Add a call's sums of squared errors and of squared deviations from the mean."""
+        sums = torch.stack([errors, deviations])
+        with _ADDING:
+            self.calls += 1
+            self._sums = sums if self._sums is None else sums + self._sums.to(sums.device)
+
+    def relative(self) -> float | None:
+        """Return the relative error of all calls, or None if there was none. Waits for the device.
+
+        It is 0 if the layer's outputs were all equal.
+        """
+        if self._sums is None:
+            return None
+        errors, deviations = self._sums.tolist()
+        return math.sqrt(errors / deviations) if deviations else 0.0
+
+
 class LayerStats:
     """Counters of one layer since the last `reset`.
 
@@ -103,11 +133,13 @@ class LayerStats:
     ) -> None:
         self.name, self.kind, self.device = name, kind, device
         self.sums = Sums(3, device)
+        self.errors = FitErrors()
         self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
         """Set all counters to zero. Compiled regions count on `device`."""
         self.sums.reset(device)
+        self.errors.reset()
         self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
         self.note = ""
@@ -189,7 +221,8 @@ class LayerReport(LayerTokens):
     `merged` is False if the latest call was not merged, for the `reason` given. With `keep`
     `tokens_kept` counts keys. `size` is (h, w) in tokens if it is known. `kind` is "attention",
     "mlp" or "block". For MLPs and blocks `tokens_kept` counts the tokens that were computed. Level
-    0 has the most tokens.
+    0 has the most tokens. `error` is the estimated relative error of a restored layer, or None if
+    it was not estimated (`MaMeHandle.estimating_errors`).
     """
 
     level: int
@@ -198,6 +231,13 @@ class LayerReport(LayerTokens):
     merged: bool
     reason: str
     size: tuple[int, ...] | None = None
+    error: float | None = None
+
+    @property
+    def remark(self) -> str:
+        """Return what a table says of the layer: its reason, or its estimated error."""
+        error = "" if self.error is None else f"estimated error {self.error:.2f}"
+        return "; ".join(filter(None, (self.reason, error)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +293,7 @@ class MaMeReport(Report):
             lines.append(
                 f"{layer.name:<{width}}  {layer.level:>5}  {layer.tokens_in:>6.0f} "
                 f" {layer.tokens_kept:>6.0f}  {layer.share:>5.0%} "
-                f" {layer.calls:>6}  {layer.reason}".rstrip()
+                f" {layer.calls:>6}  {layer.remark}".rstrip()
             )
         for level in self.levels():
             merge = "merges" if level.layers == 1 else "merge"
@@ -310,6 +350,7 @@ def make_report(
             merged=layer.last_reason is None,
             reason=layer.last_reason or layer.note,
             size=layer.size,
+            error=layer.errors.relative(),
         )
         for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
     )

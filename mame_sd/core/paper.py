@@ -29,6 +29,8 @@ from mame_sd.core.groups import cached_tensors, no_autocast
 # Refining keeps what exceeds a column's mean. If that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are used. Below it, rounding alone decides in fp32.
 REFINE_FLOOR = 1e-5
+METRICS = ("cosine", "dot", "euclidean", "softmax")
+PARTITIONS = ("alternating", "sequential", "random")
 
 
 @dataclass(eq=False)
@@ -154,7 +156,7 @@ def plan_tokens(
         refine: see `fusion_weights`.
 
     Raises:
-        ValueError: x has a wrong shape or dtype.
+        ValueError: x has a wrong shape or dtype, or a metric or partition is unknown.
     """
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(
@@ -165,6 +167,11 @@ def plan_tokens(
         raise ValueError(
             f"num_prefix_tokens: expected fewer than the {x.shape[1]} tokens of x, got {prefix}"
         )
+    for name, given, known in (("metric", metric, METRICS), ("partition", partition, PARTITIONS)):
+        if given not in known:
+            raise ValueError(
+                f"{name}: expected {', '.join(known)}, got {given!r}; give one of them"
+            )
     body = x[:, prefix:]
     dst, src = cached_tensors(split_positions, body.shape[1], partition, seed, x.device)
     with no_autocast(x):

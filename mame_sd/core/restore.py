@@ -48,11 +48,15 @@ class ChosenTokens:
             T tiles.
         weights: [B * T, P, K], how much each chosen token counts for each of the P slots of a tile.
             Rows sum to 1; the row of a chosen token is one at its own place and zero elsewhere.
+        factor: inverse [B * T, K, K] of the Cholesky factor of the chosen tokens' kernel.
+        on_error: called by `restore` with its `left_out_error`. If None, `restore` estimates none.
     """
 
     cells: Cells
     at: Tensor
     weights: Tensor
+    factor: Tensor
+    on_error: Callable[[Tensor, Tensor], None] | None = None
 
     @property
     def tokens_in(self) -> int:
@@ -76,11 +80,35 @@ class ChosenTokens:
         """
         tiles, _, count = self.weights.shape
         parts = f.reshape(tiles, count, f.shape[-1])
+        if self.on_error is not None:
+            self.on_error(*self.left_out_error(parts))
         # Where f changes faster than the chosen tokens tell, a fit may overshoot several times.
         y = within(torch.bmm(self.weights.to(f.dtype), parts), parts)
         if f.dtype == torch.float16:
             y = y.clamp(-HALF_MAX, HALF_MAX)
         return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
+
+    @torch.no_grad()
+    def left_out_error(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Estimate how far restored tokens are from computed ones.
+
+        Each chosen token is restored from all others (the leave-one-out error of ridge regression,
+        PRESS; Allen 1974). No further fit is needed: the error of token i is
+        [G^-1 y]_i / [G^-1]_ii, where G is the kernel with its ridge, and y is f less its mean.
+
+        Args:
+            parts: f of the chosen tokens by tile, [B * T, K, C].
+
+        Returns:
+            The sum of the squared errors, and that of the squared deviations of f from its mean in
+            each tile. The root of their ratio is the relative error.
+        """
+        with no_autocast(parts):
+            y = parts.to(self.factor.dtype)
+            y = y - y.mean(1, keepdim=True)
+            errors = torch.bmm(self.factor.transpose(1, 2), torch.bmm(self.factor, y))
+            errors = errors / self.factor.square().sum(1).unsqueeze(-1)
+            return errors.square().sum(), y.square().sum()
 
     def take_around(self, t: Tensor, before: int) -> Tensor:
         """Return the chosen tokens and all others than the image's, [B, n', C], of t [B, n, C].
@@ -108,6 +136,7 @@ def choose_tokens(
     count: int,
     draw: Tensor | None = None,
     leader: Tensor | None = None,
+    on_error: Callable[[Tensor, Tensor], None] | None = None,
 ) -> ChosenTokens:
     """Choose tokens by their inputs, and fit the weights that restore all others.
 
@@ -121,6 +150,7 @@ def choose_tokens(
         draw: LongTensor [1], the index of the draw. If None, the first draw.
         leader: LongTensor [B], the sample whose tokens are chosen in each sample, such as the
             guided one for the unguided one. If None, each sample chooses its own.
+        on_error: see `ChosenTokens`.
 
     Returns:
         The chosen tokens, with weights in the dtype of x.
@@ -151,13 +181,15 @@ def choose_tokens(
         chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
         if leader is not None and len(leader) == batch > 1:
             chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
-        weights = _weights(slots, squares, chosen, x.dtype)
+        weights, factor = _weights(slots, squares, chosen, x.dtype)
         starts = cached_tensors(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
-    return ChosenTokens(cells, at, weights)
+    return ChosenTokens(cells, at, weights, factor, on_error)
 
 
-def _weights(slots: Tensor, squares: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+def _weights(
+    slots: Tensor, squares: Tensor, chosen: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Fit the weights that restore all tokens of a tile from the chosen ones.
 
     Args:
@@ -167,7 +199,8 @@ def _weights(slots: Tensor, squares: Tensor, chosen: Tensor, dtype: torch.dtype)
         dtype: dtype of the weights.
 
     Returns:
-        W [B * T, P, K], in which the row of a chosen token is one at its own place.
+        W [B * T, P, K], in which the row of a chosen token is one at its own place, and the inverse
+        [B * T, K, K] of the Cholesky factor.
     """
     count = chosen.shape[1]
     points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, slots.shape[2]))
@@ -186,7 +219,7 @@ def _weights(slots: Tensor, squares: Tensor, chosen: Tensor, dtype: torch.dtype)
     # Subtracting the mean of the f_P and adding it again makes rows sum to 1.
     excess = weights.sum(-1, keepdim=True) - 1
     weights.sub_(excess, alpha=1 / count)
-    return weights.to(dtype).scatter_(1, rows, eye.to(dtype))
+    return weights.to(dtype).scatter_(1, rows, eye.to(dtype)), inverse
 
 
 def _eye(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -177,6 +177,7 @@ class ResolvedConfig:
         active: if False, nothing merges.
         asked: the settings as given, before settings saved with the model's weights filled in the
             fields that were left out.
+        estimate: True if restored layers estimate their errors.
         of_layer: settings of self-attentions that have their own, by name. None if one is not
             merged.
         methods: the methods by which layers merge.
@@ -186,6 +187,7 @@ class ResolvedConfig:
     active: bool
     asked: MaMeConfig
     of_layer: Mapping[str, MaMeConfig | None] = field(default_factory=dict)
+    estimate: bool = False
     methods: frozenset[Method] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -156,7 +156,13 @@ class RestoreHook(LayerHook):
         cells, count = cells_and_count(tokens.size, keep, config.seed, x.device)
         step = self.step()
         leader = step.leader if config.share_guidance_plan else None
-        return choose_tokens(x, cells, count, step.draw if config.redraw else None, leader)
+        draw = step.draw if config.redraw else None
+        on_error = self.stats.errors.add if self._estimates() else None
+        return choose_tokens(x, cells, count, draw, leader, on_error)
+
+    def _estimates(self) -> bool:
+        """Return True if this call estimates its error. Compiled regions don't."""
+        return self.setting.estimate and not torch.compiler.is_compiling()
 
     def features(self, image: Tensor) -> Tensor:
         """Return the features [B, L, C] of the image's tokens that the fit is made on."""

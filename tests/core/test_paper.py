@@ -104,13 +104,15 @@ def test_random_partitions_have_a_seed_of_their_own() -> None:
     assert not torch.equal(split_positions(41, "random", 4, "cpu")[0], dst)
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     x = tokens(2, 9, 4)
     plan = plan_tokens(x, 0.5)
     for call, message in (
         (lambda: plan_tokens(x[0], 0.5), "x: expected floating point tokens"),
         (lambda: plan_tokens(x.long(), 0.5), "x: expected floating point tokens"),
         (lambda: plan_tokens(x, 0.5, 9), "num_prefix_tokens: expected fewer than the 9 tokens"),
+        (lambda: plan_tokens(x, 0.5, metric="cosines"), "metric: expected cosine, .*'cosines'"),
+        (lambda: plan_tokens(x, 0.5, partition="grid"), "partition: expected alt.* got 'grid'"),
         (lambda: plan.merge(x[:1]), r"merge: expected tokens \[2, 9, C\]"),
         (lambda: plan.restore(x[:, :1]), r"restore: expected tokens \[2, \d, C\]"),
     ):

@@ -284,3 +284,44 @@ def test_a_fit_stays_near_the_range_of_what_was_computed() -> None:
         rough = torch.randn(64, 8, generator=generator)
         y = restored(lambda t, rough=rough: torch.sin(5 * t @ rough), x, (32, 32))
         assert float(y.abs().max()) < 1.51
+
+
+def left_out_by_loop(x: Tensor, f: Tensor) -> tuple[float, float]:
+    """Restore each token of x [K, C] from all others; return squared errors and deviations."""
+    apart, y = torch.cdist(x, x).square(), f - f.mean(0)
+    kernel = torch.exp(-apart / (reference.BANDWIDTH * apart.mean()))
+    errors = 0.0
+    for i in range(len(x)):
+        rest = torch.arange(len(x)) != i
+        gram = kernel[rest][:, rest] + reference.KERNEL_RIDGE * torch.eye(len(x) - 1).to(x)
+        errors += float((y[i] - kernel[i, rest] @ torch.linalg.solve(gram, y[rest])).square().sum())
+    return errors, float(y.square().sum())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_error_of_tokens_left_out_equals_the_loop(dtype: torch.dtype) -> None:
+    x, fn, found = tokens(2, 512, 6).to(dtype), mlp(), []
+    cells, count = cells_and_count((16, 32), 0.25, 0, x.device, 16)
+    chosen = choose_tokens(x, cells, count, on_error=lambda *sums: found.append(sums))
+    f = fn(chosen.take(x).double())
+    chosen.restore(f.to(dtype))
+    parts = [part.view(-1, count, part.shape[-1]) for part in (chosen.take(x).double(), f)]
+    want = [left_out_by_loop(*tile) for tile in zip(*parts, strict=True)]
+    assert len(want) == 4
+    for sums, wanted in zip(found[0], zip(*want, strict=True), strict=True):
+        assert float(sums) == pytest.approx(sum(wanted), rel=max(1e-7, 2 * TOLERANCE[dtype]))
+
+
+@pytest.mark.parametrize("noise", [0, 0.1, 1])
+def test_the_error_of_tokens_left_out_is_near_the_true_one(noise: float) -> None:
+    """Noise is what no fit can know, so that it must be part of the estimate."""
+    x, fn, found = tokens(1, 1024, 6), mlp(), []
+    whole = fn(x)
+    generator = torch.Generator().manual_seed(2)
+    whole = whole + noise * torch.randn(whole.shape, generator=generator).to(whole)
+    cells, count = cells_and_count((32, 32), 0.125, 0, x.device)
+    chosen = choose_tokens(x, cells, count, on_error=lambda *sums: found.append(sums))
+    missed = (chosen.restore(chosen.take(whole)) - whole).square().sum()
+    true = (missed / (whole - whole.mean(1)).square().sum()).sqrt()
+    errors, deviations = found[0]
+    assert 0.8 < (errors / deviations).sqrt() / true < 1.6

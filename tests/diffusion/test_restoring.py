@@ -111,6 +111,35 @@ def test_keys_merge_in_restored_blocks(name: str) -> None:
     assert len(calls) == sum(layer.kind == "block" for layer in layers)
 
 
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("UNet2DConditionModel", "mlp"),
+        ("SD3Transformer2DModel", "block"),
+        ("FluxTransformer2DModel", "mlp"),  # single-stream blocks fuse it with attention
+    ],
+)
+def test_the_report_estimates_errors_on_demand(name: str, kind: str) -> None:
+    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    handle = restored(model, kind)
+
+    def errors() -> set[bool]:
+        return {it.error is None for it in handle.report().layers if it.kind == kind and it.merged}
+
+    before = run(inputs, model)
+    assert errors() == {True}
+    with handle.estimating_errors():
+        assert torch.equal(run(inputs, model), before)
+    assert errors() == {False}
+    assert all(0 < it.error < 2 for it in handle.report().layers if it.kind == kind)
+    assert "estimated error 0." in str(handle.report())
+    handle.reset()
+    nothing = pytest.raises(RuntimeError, match=r"^estimating_errors: expected a call that")
+    with handle.using(**{SETTINGS[kind]: 1}), nothing, handle.estimating_errors():
+        run(inputs, model)
+
+
 # ------------------------------------------------------------ what can't act
 
 

@@ -32,44 +32,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BAD: dict[str, tuple[str, str]] = {
-    "unknown-command": ("paint", "No such command 'paint'"),
-    "paper-prompts": (
-        "benchmark --suite paper",
-        "--suite paper: expected --prompts FILE, got none",
-    ),
-    "reference": (
-        "benchmark --reference nope",
-        "--reference nope: expected a folder, got no such folder; check the path",
-    ),
-    "quick": ("benchmark --quick", "--quick: expected --suite readme, got quick; leave it out"),
-    "case": ("benchmark --case video", "--case: expected --suite readme, got quick; leave it out"),
-    "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
-    "weights-dir": (  # before the model
-        "benchmark --weights-dir none",
-        "--weights-dir none: expected a folder, got no such folder; check the path",
-    ),
-    "classify-data": ("classify --rows mame-0.8", "--data: expected a folder of class folders"),
-    "cache-texts": ("cache --texts none", "--texts none: expected a folder, got no such folder"),
-    "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
-    "caption-tokens": (
-        "caption --data none --references none --tokens 0",
-        "--tokens: expected at least 1, got 0",
-    ),
-    "report": (
-        "report none",
-        "none: expected the folder of a benchmark, got no such folder; run",
-    ),
-    "weights-list": ("weights --weights-dir none", "--weights-dir none: expected a folder"),
-    "weights": ("weights magic", "weights: expected names of lpips-alex"),
-}
+# What is typed | what stands in the one line of error.
+BAD = """\
+paint | No such command 'paint'
+benchmark --suite paper | --suite paper: expected --prompts FILE, got none
+benchmark --reference nope | --reference nope: expected a folder, got no such folder; check the path
+benchmark --quick | --quick: expected --suite readme, got quick; leave it out
+benchmark --case video | --case: expected --suite readme, got quick; leave it out
+benchmark --model ./none | --model ./none: expected a folder
+benchmark --weights-dir none | --weights-dir none: expected a folder, got no such folder; check
+classify --rows mame-0.8 | --data: expected a folder of class folders
+cache --texts none | --texts none: expected a folder, got no such folder
+cache --shares 1.5 | --shares: expected shares above 0 and below 1, got 1.5
+caption --data none --references none --tokens 0 | --tokens: expected at least 1, got 0
+report none | none: expected the folder of a benchmark, got no such folder; run
+weights --weights-dir none | --weights-dir none: expected a folder
+weights magic | weights: expected names of lpips-alex
+"""
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", BAD.splitlines())
 def test_bad_input_is_one_line_and_status_2(
     here: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
-    line, message = BAD[case]
+    line, _, message = case.partition(" | ")
     assert cli.run(line.split()) == 2
     assert message in error_of(capsys, silent=True)
     assert list(here.iterdir()) == []

@@ -54,36 +54,32 @@ def test_runs_pair_by_key_whatever_the_order_of_the_records(tmp_path: Path) -> N
     assert differing_settings(a, Run.open(run(tmp_path / "c", steps=2))) == ["steps: 1, 2"]
 
 
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no-folder": (shutil.rmtree, "expected a run folder or a folder of images, found none"),
-    "no-manifest": (lambda run: (run / "manifest.json").unlink(), "found no manifest.json"),
-    "empty": (lambda run: rewrite(run, Rows.clear), "expected a run with images, found none"),
-    "above": (
-        lambda run: rewrite(run, lambda rows: rows[0].update(id="../../x", file="../../x_0")),
-        "for the image '../../x_0'",
-    ),
-    "elsewhere": (
-        lambda run: rewrite(run, lambda rows: rows[0].update(file="../../x.png")),
-        "samples.jsonl:1: expected",
-    ),
-    "missing-image": (
-        lambda run: (run / "images" / "10_1.png").unlink(),
-        r"expected the image 10_1.png, found none \(1 missing",
-    ),
-    "extra-image": (
-        lambda run: (run / "images" / "zz.png").write_bytes(b""),
-        r"got 'zz.png' \(1 too many\)",
-    ),
-    "unfinished": (
-        lambda run: (rewrite(run, Rows.pop), (run / "images" / "9_1.png").unlink()),
-        "expected 8 images, found 7; finish that run first",
-    ),
-}
+def edit(**changes: Any) -> Callable[[Path], object]:
+    return lambda run: rewrite(run, lambda rows: rows[0].update(changes))
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_broken_and_unfinished_runs_are_named(tmp_path: Path, case: str) -> None:
-    breaks, message = BROKEN[case]
+def unfinished(run: Path) -> None:
+    rewrite(run, Rows.pop)
+    (run / "images" / "9_1.png").unlink()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (shutil.rmtree, "expected a run folder or a folder of images, found none"),
+        (lambda run: (run / "manifest.json").unlink(), "found no manifest.json"),
+        (lambda run: rewrite(run, Rows.clear), "expected a run with images, found none"),
+        (edit(id="../../x", file="../../x_0"), "for the image '../../x_0'"),
+        (edit(file="../../x.png"), "samples.jsonl:1: expected"),
+        (lambda run: (run / "images" / "10_1.png").unlink(), r"10_1.png, found none \(1 missing"),
+        (lambda run: (run / "images" / "zz.png").touch(), r"got 'zz.png' \(1 too many\)"),
+        (unfinished, "expected 8 images, found 7; finish that run first"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_broken_and_unfinished_runs_are_named(
+    tmp_path: Path, breaks: Callable[[Path], object], message: str
+) -> None:
     folder = run(tmp_path / "b")
     breaks(folder)
     with pytest.raises(UserError, match=message):
