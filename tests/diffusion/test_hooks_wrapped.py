@@ -11,7 +11,7 @@ from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
 from diffusers.hooks import ModelHook as DiffusersHook
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
-from mame_sd import apply_mame, remove_mame
+from mame_sd import apply_mame, mame, remove_mame
 from mame_sd.report import NothingMergedError
 from tests.builders.layers import attention, tokens
 from tests.builders.tiny import gligen_inputs, run_unet, tiny_unet
@@ -55,6 +55,37 @@ def test_a_wrapper_between_two_hooks_stays() -> None:
     assert torch.equal(attn(x), -2 * before)
     attn._diffusers_hook.remove_hook("negate")
     assert torch.equal(attn(x), 2 * before)
+
+
+@pytest.mark.parametrize("first", ["cache", "merging"])
+def test_what_stands_in_for_a_forward_is_around_merging_whichever_came_first(first: str) -> None:
+    class Every(DiffusersHook):
+        """Repeat the first call's output in the second call, as a cache does."""
+
+        kept: Any = None
+
+        def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.kept is None:
+                self.kept = self.fn_ref.original_forward(*args, **kwargs)
+            return self.kept
+
+    attn, x = attention(), tokens()
+    before = attn(x)
+    with mame(attn, **MERGING):
+        merged = attn(x)
+    registry = HookRegistry.check_if_exists_or_initialize(attn)
+    if first == "cache":
+        registry.register_hook(Every(), "cache")
+    handle = apply_mame(attn, **MERGING)
+    if first == "merging":
+        registry.register_hook(Every(), "cache")
+    assert torch.equal(attn(x), merged)
+    assert torch.equal(attn(2 * x), merged)
+    assert handle.report().layers[0].calls == 1
+    registry.remove_hook("cache")
+    assert torch.equal(attn(x), merged)
+    handle.remove()
+    assert torch.equal(attn(x), before)
 
 
 def test_replicas_of_data_parallel_are_refused() -> None:
