@@ -174,7 +174,7 @@ CASES: tuple[Case | SampleCase, ...] = (
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
-        f"mame-default,{FEWER},random-0.25,mean-attention", None, rounds=1, own=RESTORED,
+        f"mame-default,{COPIED},{FEWER},mean-attention", None, rounds=1,
         metrics=SETS, fetch=("dinov2-saliency", "clip"), other_seed=1,
     ),
 )  # fmt: skip
