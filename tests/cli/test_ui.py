@@ -62,7 +62,7 @@ def check(address: str) -> None:
         assert error in posted(address, "/make", **values)
     with ThreadPoolExecutor() as pool:
         long = pool.submit(posted, address, "/make", steps="999")
-        while "step" not in posted(address, "/progress"):
+        while "of 999 done" not in posted(address, "/progress"):
             pass
         posted(address, "/stop")
         assert long.result() == "<p>Stopped</p>"
