@@ -72,6 +72,7 @@ core/restore.py: core/test_restore.py
     y.clamp(-HALF_MAX, HALF_MAX) => y
     index_select(0, leader).flatten(0, 1) => flatten(0, 1)
     weights.to(dtype).scatter_(1, rows, eye.to(dtype)) => weights.to(dtype)
+    self.factor.square().sum(1) => self.factor.square().sum(2)
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
