@@ -3,7 +3,7 @@
     python -m benchmarks.fit_errors
 
 Each model makes a few samples with MLPs on a share of the tokens. The true error of an MLP is the
-distance of its restored output from its own output for the same input, relative to the deviation of
+distance of its restored tokens from its own output for the same input, relative to the deviation of
 its own output from its mean. `MaMeHandle.estimating_errors` gives the estimate. Cells are the
 median and, in brackets, the largest over the model's MLPs. The rank correlation is that of the
 estimates and the true errors over MLPs.
@@ -36,9 +36,14 @@ SHARES = (0.25, 0.125, 0.0625)
 
 
 class TrueErrors:
-    """Forward hook that sums squared errors and squared deviations of an MLP's output."""
+    """Forward hook that sums squared errors and squared deviations of an MLP's output.
 
-    def __init__(self) -> None:
+    Args:
+        share: the share of the tokens that are computed, whose errors are 0.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
         self.errors = self.deviations = 0.0
 
     @torch.no_grad()
@@ -50,8 +55,8 @@ class TrueErrors:
 
     @property
     def relative(self) -> float:
-        """Return the relative error."""
-        return math.sqrt(self.errors / self.deviations)
+        """Return the relative error of the restored tokens."""
+        return math.sqrt(self.errors / self.deviations / (1 - self.share))
 
 
 def models(num: int) -> Iterator[tuple[str, Any, Callable[[], object]]]:
@@ -78,7 +83,7 @@ def errors_of(
 ) -> tuple[list[float], list[float]]:
     """Return the estimated and the true errors of the MLPs that are restored."""
     with mame(model, keep=1, mlp_keep=share, min_tokens=1) as handle:
-        true = {hook.stats.name: TrueErrors() for _, hook in handle.restored}
+        true = {hook.stats.name: TrueErrors(share) for _, hook in handle.restored}
         removable = [
             module.register_forward_hook(true[hook.stats.name], with_kwargs=True)
             for module, hook in handle.restored

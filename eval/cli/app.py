@@ -135,10 +135,10 @@ def benchmark_command(
             if given:
                 raise unexpected(name, f"--suite {README}", suite, "leave it out, or give that")
         prompts_of_file(chosen, prompts, options.held_out)
-    elif model.model is not None or prompts.file is not None or sampling:
+    elif model.model is not None or model.loras or prompts.file is not None or sampling:
         raise UserError(
-            f"--suite {README}: expected no model, prompts or sampling, for its cases have their"
-            " own; leave these out, or choose another suite"
+            f"--suite {README}: expected no model, LoRA, prompts or sampling, for its cases have"
+            " their own; leave these out, or choose another suite"
         )
     from ..benchmark.rows import check_rows
 

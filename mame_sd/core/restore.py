@@ -94,7 +94,8 @@ class ChosenTokens:
 
         Each chosen token is restored from all others (the leave-one-out error of ridge regression,
         PRESS; Allen 1974). No further fit is needed: the error of token i is
-        [G^-1 y]_i / [G^-1]_ii, where G is the kernel with its ridge, and y is f less its mean.
+        [G^-1 y]_i / [G^-1]_ii, where G is the kernel with its ridge, and y is f less its mean over
+        all chosen tokens.
 
         Args:
             parts: f of the chosen tokens by tile, [B * T, K, C].

@@ -177,7 +177,6 @@ class ResolvedConfig:
         active: if False, nothing merges.
         asked: the settings as given, before settings saved with the model's weights filled in the
             fields that were left out.
-        estimate: True if restored layers estimate their errors.
         of_layer: settings of self-attentions that have their own, by name. None if one is not
             merged.
         methods: the methods by which layers merge.
@@ -187,7 +186,6 @@ class ResolvedConfig:
     active: bool
     asked: MaMeConfig
     of_layer: Mapping[str, MaMeConfig | None] = field(default_factory=dict)
-    estimate: bool = False
     methods: frozenset[Method] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,6 +199,8 @@ class HandleState:
     Attributes:
         setting: the setting of all tasks without a setting of their own.
         own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
+        estimating: for each task the names of the layers that have estimated their errors in its
+            open `estimating_errors` block. None outside such a block.
         step: for each thread the Step or LazyStep of its latest call of the model.
         learning: checks calls with gradients.
         kernel: computes attention over merged keys instead of the model's own kernel.
@@ -213,6 +213,7 @@ class HandleState:
         self.setting = setting
         self.kernel = kernel
         self.own = PerTask()
+        self.estimating = PerTask()
         self.step = PerThread()
         self.learning = CheckpointGuard()
 

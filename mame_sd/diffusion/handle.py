@@ -201,10 +201,10 @@ class MaMeHandle(Handle[ResolvedConfig]):
     def estimating_errors(self) -> Iterator[None]:
         """Estimate the errors of restored layers in this task, for a `with` block.
 
-        `report()` then has an `error` for each of them: how far restored outputs are from computed
-        ones, relative to how far outputs are from their mean. It is estimated by restoring each
-        chosen token from all others, so that the unmerged layers need not run. Calls take a few
-        percent longer.
+        `report()` then has an `error` for each of them: how far restored outputs of an MLP, or
+        changes that a block makes, are from computed ones, relative to how far these are from their
+        mean. It is estimated by restoring each chosen token from all others, so that the unmerged
+        layers need not run. Calls take a few percent longer.
 
             with handle.estimating_errors():
                 pipe("a red key")
@@ -215,18 +215,20 @@ class MaMeHandle(Handle[ResolvedConfig]):
                 only in compiled regions, which estimate nothing.
         """
         self._check_change("estimating_errors")
-        before = self._estimates()
-        with self._shared.using(replace(self._shared.now, estimate=True)):
+        estimated: set[str] = set()
+        here = self._shared.estimating
+        outer, here.value = here.value, estimated
+        try:
             yield
-        if self._estimates() == before:
+        finally:
+            here.value = outer
+        if outer is not None:
+            outer |= estimated
+        if not estimated:
             raise RuntimeError(
                 "estimating_errors: expected a call that restores MLPs or blocks, got none;"
                 " handle.report() says why, and compiled models estimate nothing"
             )
-
-    def _estimates(self) -> int:
-        """Return the number of calls of layers that estimated their error since the last reset."""
-        return sum(hook.stats.errors.calls for _, hook in self.restored)
 
     def calibrate(
         self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any

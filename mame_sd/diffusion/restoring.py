@@ -157,12 +157,13 @@ class RestoreHook(LayerHook):
         step = self.step()
         leader = step.leader if config.share_guidance_plan else None
         draw = step.draw if config.redraw else None
-        on_error = self.stats.errors.add if self._estimates() else None
+        # Compiled regions estimate nothing.
+        estimating = None if torch.compiler.is_compiling() else self.shared.estimating.value
+        on_error = None
+        if estimating is not None:
+            estimating.add(self.stats.name)
+            on_error = self.stats.errors.add
         return choose_tokens(x, cells, count, draw, leader, on_error)
-
-    def _estimates(self) -> bool:
-        """Return True if this call estimates its error. Compiled regions don't."""
-        return self.setting.estimate and not torch.compiler.is_compiling()
 
     def features(self, image: Tensor) -> Tensor:
         """Return the features [B, L, C] of the image's tokens that the fit is made on."""

@@ -30,6 +30,7 @@ def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
             pipe.load_lora_weights(
                 place, adapter_name=f"lora{number}", local_files_only=offline, **where
             )
+            pipe.set_adapters(list(scales), list(scales.values()))
         except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
             peft = "PEFT" in str(error)
             hint = "pip install peft" if peft else "check that it was made for this model"
@@ -37,5 +38,3 @@ def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
                 f"--lora {source}: expected a LoRA for {type(pipe).__name__}, but"
                 f" {first_line(error)}; {hint}"
             ) from error
-    if scales:
-        pipe.set_adapters(list(scales), list(scales.values()))

@@ -145,9 +145,11 @@ def read_lora(given: str) -> tuple[str, float]:
         allowed = "a finite scale after the colon"
         raise unexpected(f"--lora {given}", allowed, text, "give one such as 0.8")
     if source == EMBEDDED + FEW_STEPS and not os.path.exists(source):
-        from mame_sd.embedded.model import models_folder
+        from mame_sd.embedded.model import GET_THEM, models_folder
 
         source = str(models_folder() / FEW_STEPS.replace("-", "_"))
+        if not os.path.exists(source):
+            raise UserError(f"--lora {given}: expected the embedded LoRA, found none; {GET_THEM}")
     if not os.path.exists(source) and not HUB_ID.fullmatch(source):
         raise UserError(
             f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"

@@ -134,10 +134,15 @@ def test_the_report_estimates_errors_on_demand(name: str, kind: str) -> None:
     assert errors() == {False}
     assert all(0 < it.error < 2 for it in handle.report().layers if it.kind == kind)
     assert "estimated error 0." in str(handle.report())
-    handle.reset()
-    nothing = pytest.raises(RuntimeError, match=r"^estimating_errors: expected a call that")
-    with handle.using(**{SETTINGS[kind]: 1}), nothing, handle.estimating_errors():
+    with handle.estimating_errors(), handle.using(**{SETTINGS[kind]: 0.5}):
+        handle.reset()
         run(inputs, model)
+    assert errors() == {False}
+    nothing = pytest.raises(RuntimeError, match=r"^estimating_errors: expected a call that")
+    for change in ({SETTINGS[kind]: 1}, {}):
+        with nothing, handle.estimating_errors(), handle.using(**change):
+            if change:
+                run(inputs, model)
 
 
 # ------------------------------------------------------------ what can't act

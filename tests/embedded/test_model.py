@@ -16,8 +16,10 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.embedded import model as subjects
+from mame_sd.errors import UserError
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from mame_sd.runs.loading import load_model
+from mame_sd.runs.loras import add_loras
 from mame_sd.runs.model_files import ModelChoice
 
 
@@ -124,6 +126,8 @@ def test_the_few_step_lora_loads_by_its_name_and_its_mlps_are_restored() -> None
     choice = ModelChoice(model="embedded-transformer", loras=("embedded-few-steps",), device="cpu")
     pipe = load_model(choice).pipe
     plain = embedded_pipeline("transformer").transformer
+    with pytest.raises(UserError, match="--lora .*: expected a LoRA for StableDiffusionPipeline"):
+        add_loras(embedded_pipeline("unet"), choice.loras)
 
     def latents(transformer: torch.nn.Module) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

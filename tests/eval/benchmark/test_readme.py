@@ -182,7 +182,7 @@ def test_the_suite_takes_no_model_of_ones_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(["benchmark", "--suite", "readme", "--model", "embedded-unet"]) == 2
-    assert "--suite readme: expected no model, prompts or sampling" in error_of(capsys)
+    assert "--suite readme: expected no model, LoRA, prompts or sampling" in error_of(capsys)
     (tmp_path / "photo.png").touch()
     for options, message in (
         ("--row kep=1", "--row kep=1: unknown setting 'kep'; did you mean 'keep'?"),
