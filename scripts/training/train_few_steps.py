@@ -95,12 +95,14 @@ class FewSteps(Recipe[Stage]):
     def new_model(self, stage: Stage) -> Denoiser:
         model = Denoiser(*self.parts).requires_grad_(False)
         model.transformer.set_attn_processor(CountedAttention())
-        if not self.points.numel():
-            self.words, self.points = self.trajectories(model)
         if not getattr(model.transformer, "peft_config", None):
             config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LAYERS)
             model.transformer.add_adapter(config)
         return model
+
+    def begin(self, stage: Stage, model: Denoiser) -> None:
+        """Read or compute the trajectories. A LoRA that has learned nothing leaves the teacher."""
+        self.words, self.points = self.trajectories(model)
 
     def trajectories(self, teacher: Denoiser) -> tuple[list[str], torch.Tensor]:
         """Return prompts and the teacher's latents at the sigmas of the schedule.
