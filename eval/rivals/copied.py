@@ -7,12 +7,11 @@ them, as in token merging (ToMe, arXiv 2210.09461; MaRe).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.restore import ChosenTokens
@@ -45,16 +44,30 @@ class Copied:
         return installed
 
 
+@dataclass(frozen=True, eq=False)
+class CopiedTokens(ChosenTokens):
+    """Chosen tokens that are copied to all others.
+
+    Attributes:
+        nearest: LongTensor [B * T, P], the chosen token that is nearest to each slot.
+    """
+
+    nearest: Tensor = field(kw_only=True)
+
+    def _fitted(self, parts: Tensor) -> Tensor:
+        return parts.gather(1, self.nearest.unsqueeze(-1).expand(-1, -1, parts.shape[-1]))
+
+
 def copying(choose: Callable[..., ChosenTokens]) -> Callable[..., ChosenTokens]:
-    """Return `choose` of a hook with weights that copy the nearest chosen token."""
+    """Return `choose` of a hook, so that its chosen tokens are copied to the others."""
 
     def choose_and_copy(x: Tensor, *given: Any) -> ChosenTokens:
         chosen = choose(x, *given)
-        tiles, width, count = chosen.weights.shape
+        tiles, width, count = chosen.kernel.shape
         with torch.no_grad():
             slots = chosen.cells.to_slots(x).reshape(tiles, width, -1).float()
             points = chosen.take(x).reshape(tiles, count, -1).float()
             nearest = torch.cdist(slots, points).argmin(-1)
-            return replace(chosen, weights=one_hot(nearest, count).to(chosen.weights))
+            return CopiedTokens(**vars(chosen), nearest=nearest)
 
     return choose_and_copy

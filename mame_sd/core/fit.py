@@ -115,13 +115,14 @@ def within(fitted: Tensor, values: Tensor) -> Tensor:
         values: [.., N, D]. The range is taken by channel.
 
     Returns:
-        [.., K, D] in the dtype of `fitted`.
+        [.., K, D] in the dtype of `fitted`, in its memory if no gradient is needed.
     """
     if values.is_cuda:
         low, high = torch.aminmax(values, dim=-2, keepdim=True)
     else:  # aminmax of a CPU is 20 times as slow along this dimension
         low, high = values.amin(-2, keepdim=True), values.amax(-2, keepdim=True)
-    return torch.clamp(fitted, torch.lerp(low, high, -ROOM), torch.lerp(high, low, -ROOM))
+    bounds = torch.lerp(low, high, -ROOM), torch.lerp(high, low, -ROOM)
+    return fitted.clamp(*bounds) if fitted.requires_grad else fitted.clamp_(*bounds)
 
 
 def sized_keys(

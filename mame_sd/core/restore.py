@@ -40,21 +40,22 @@ TINY = 1e-30  # a mean distance of tokens that are all alike
 
 @dataclass(frozen=True, eq=False)
 class ChosenTokens:
-    """The chosen tokens of each sample, and the weights that restore all tokens from them.
+    """The chosen tokens of each sample, and the kernel that restores all tokens from them.
 
     Attributes:
         cells: the tiles of the grid.
         at: LongTensor [B, T * K], the position in row-major order of each of the K chosen tokens of
             T tiles.
-        weights: [B * T, P, K], how much each chosen token counts for each of the P slots of a tile.
-            Rows sum to 1; the row of a chosen token is one at its own place and zero elsewhere.
-        factor: inverse [B * T, K, K] of the Cholesky factor of the chosen tokens' kernel.
+        slots: LongTensor [B * T, K], their places among the P slots of their tile.
+        kernel: k(x, x_P) of all slots and the chosen tokens, [B * T, P, K], in fp32 (fp64).
+        factor: inverse [B * T, K, K] of the Cholesky factor of k(x_P, x_P) + RIDGE I.
         on_error: called by `restore` with its `left_out_error`. If None, `restore` estimates none.
     """
 
     cells: Cells
     at: Tensor
-    weights: Tensor
+    slots: Tensor
+    kernel: Tensor
     factor: Tensor
     on_error: Callable[[Tensor, Tensor], None] | None = None
 
@@ -76,17 +77,42 @@ class ChosenTokens:
         """Return all tokens [B, L, C], restored from f [B, T * K, C] of the chosen ones.
 
         Results stay in the range of each tile's f by channel, extended by a quarter on either side.
-        Gradients reach f; the weights are constants.
+        Gradients reach f; the kernel is a constant.
         """
-        tiles, _, count = self.weights.shape
+        tiles, _, count = self.kernel.shape
         parts = f.reshape(tiles, count, f.shape[-1])
         if self.on_error is not None:
             self.on_error(*self.left_out_error(parts))
         # Where f changes faster than the chosen tokens tell, a fit may overshoot several times.
-        y = within(torch.bmm(self.weights.to(f.dtype), parts), parts)
+        y = within(self._fitted(parts), parts)
         if f.dtype == torch.float16:
-            y = y.clamp(-HALF_MAX, HALF_MAX)
+            y = y.clamp_(-HALF_MAX, HALF_MAX)
+        y = y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts)
         return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
+
+    def _fitted(self, parts: Tensor) -> Tensor:
+        """Return the fit [B * T, P, C] of f, which is `parts` [B * T, K, C] on the chosen tokens.
+
+        The result has the dtype of f.
+        """
+        if parts.dtype.itemsize < 4:  # the coefficients of f need more bits than 16
+            return torch.bmm(self.weights().to(parts.dtype), parts)
+        with no_autocast(parts):
+            dtype = torch.promote_types(parts.dtype, self.kernel.dtype)
+            kernel, factor, wide = (t.to(dtype) for t in (self.kernel, self.factor, parts))
+            mean = wide.mean(1, keepdim=True)
+            # Multiply twice: the inverse of the whole matrix would lose 4 of fp32's 24 bits.
+            coefficients = torch.bmm(factor.transpose(1, 2), torch.bmm(factor, wide - mean))
+            return torch.baddbmm(mean, kernel, coefficients).to(parts.dtype)
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        """Return how much each chosen token counts for each slot, [B * T, P, K]; rows sum to 1."""
+        with no_autocast(self.kernel):
+            weights = torch.bmm(torch.bmm(self.kernel, self.factor.transpose(1, 2)), self.factor)
+            # Subtracting the mean of the f_P and adding it again makes rows sum to 1.
+            excess = weights.sum(-1, keepdim=True) - 1
+            return weights.sub_(excess, alpha=1 / weights.shape[2])
 
     @torch.no_grad()
     def left_out_error(self, parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +180,7 @@ def choose_tokens(
         on_error: see `ChosenTokens`.
 
     Returns:
-        The chosen tokens, with weights in the dtype of x.
+        The chosen tokens, and the kernel that restores all others from them.
     """
     with no_autocast(x):
         tiles, width, cell_count = cells.tiles, cells.width, cells.m
@@ -179,48 +205,40 @@ def choose_tokens(
             pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
             nearest.masked_fill_(pad, -torch.finfo(dtype).max)
         nearest.scatter_(1, own, -torch.inf)
-        chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
+        farthest = nearest.topk(count - cell_count, sorted=False).indices
         if leader is not None and len(leader) == batch > 1:
-            chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
-        weights, factor = _weights(slots, squares, chosen, x.dtype)
+            farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
+        points = slots.gather(1, farthest.unsqueeze(-1).expand(-1, -1, channels))
+        dots = torch.cat([dots, matmul_fp32(slots, points.transpose(1, 2))], 2)
+        chosen = torch.cat([own, farthest], 1)
+        kernel, factor = _kernel(dots, squares, chosen)
         starts = cached_tensors(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
-    return ChosenTokens(cells, at, weights, factor, on_error)
+    return ChosenTokens(cells, at, chosen, kernel, factor, on_error)
 
 
-def _weights(
-    slots: Tensor, squares: Tensor, chosen: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Fit the weights that restore all tokens of a tile from the chosen ones.
+def _kernel(dots: Tensor, squares: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the kernel of the fit, and factor its matrix of the chosen tokens.
 
     Args:
-        slots: the tokens of each tile, [B * T, P, C].
-        squares: their squared norms [B * T, P], in fp32 at least.
+        dots: products of all tokens of a tile with the chosen ones, [B * T, P, K].
+        squares: squared norms [B * T, P] of all tokens, in fp32 at least.
         chosen: LongTensor [B * T, K], the slots of the chosen tokens.
-        dtype: dtype of the weights.
 
     Returns:
-        W [B * T, P, K], in which the row of a chosen token is one at its own place, and the inverse
-        [B * T, K, K] of the Cholesky factor.
+        The kernel [B * T, P, K], and the inverse [B * T, K, K] of the Cholesky factor.
     """
     count = chosen.shape[1]
-    points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, slots.shape[2]))
     apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
-    apart = apart.sub_(matmul_fp32(slots, points.transpose(1, 2)), alpha=2).clamp_min_(0)
+    apart = apart.sub_(dots, alpha=2).clamp_min_(0)
     rows = chosen.unsqueeze(-1).expand(-1, -1, count)
     mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
-    kernel = apart.div_(-BANDWIDTH * mean).exp_()  # [B * T, P, K]
+    kernel = apart.div_(-BANDWIDTH * mean).exp_()
     gram = kernel.gather(1, rows)
     gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
-    eye = cached_tensors(_eye, count, gram.dtype, gram.device).expand_as(gram)
     factor = torch.linalg.cholesky_ex(gram)[0]
-    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
-    # Multiply from the left: the inverse of the whole matrix would lose 4 of fp32's 24 bits.
-    weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
-    # Subtracting the mean of the f_P and adding it again makes rows sum to 1.
-    excess = weights.sum(-1, keepdim=True) - 1
-    weights.sub_(excess, alpha=1 / count)
-    return weights.to(dtype).scatter_(1, rows, eye.to(dtype)), inverse
+    eye = cached_tensors(_eye, count, gram.dtype, gram.device).expand_as(gram)
+    return kernel, torch.linalg.solve_triangular(factor, eye, upper=False)
 
 
 def _eye(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

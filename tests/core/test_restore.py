@@ -186,7 +186,7 @@ def test_weights_stay_bounded_where_half_of_the_tokens_are_equal() -> None:
     x = tokens(2, 1024, 16, dtype=torch.float32)
     x[:, 512:] = x[:, :1]
     cells, count = cells_and_count((32, 32), 0.25, 0, x.device)
-    weights = choose_tokens(x, cells, count).weights
+    weights = choose_tokens(x, cells, count).weights()
     assert weights.isfinite().all()
     assert weights.abs().sum(-1).amax() < 15
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
