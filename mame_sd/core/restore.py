@@ -87,13 +87,12 @@ class ChosenTokens:
         y = within(self._fitted(parts), parts)
         if f.dtype == torch.float16:
             y = y.clamp_(-HALF_MAX, HALF_MAX)
-        y = y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts)
         return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
 
     def _fitted(self, parts: Tensor) -> Tensor:
         """Return the fit [B * T, P, C] of f, which is `parts` [B * T, K, C] on the chosen tokens.
 
-        The result has the dtype of f.
+        The result has the dtype of f, and is exact on the chosen tokens.
         """
         if parts.dtype.itemsize < 4:  # the coefficients of f need more bits than 16
             return torch.bmm(self.weights().to(parts.dtype), parts)
@@ -103,16 +102,24 @@ class ChosenTokens:
             mean = wide.mean(1, keepdim=True)
             # Multiply twice: the inverse of the whole matrix would lose 4 of fp32's 24 bits.
             coefficients = torch.bmm(factor.transpose(1, 2), torch.bmm(factor, wide - mean))
-            return torch.baddbmm(mean, kernel, coefficients).to(parts.dtype)
+            y = torch.baddbmm(mean, kernel, coefficients).to(parts.dtype)
+        return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts)
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        """Return how much each chosen token counts for each slot, [B * T, P, K]; rows sum to 1."""
+        """Return how much each chosen token counts for each slot, [B * T, P, K].
+
+        Rows sum to 1. The row of a chosen token is one at its own place and zero elsewhere.
+        """
         with no_autocast(self.kernel):
-            weights = torch.bmm(torch.bmm(self.kernel, self.factor.transpose(1, 2)), self.factor)
+            half = torch.bmm(self.kernel, self.factor.transpose(1, 2))
+            weights = torch.bmm(half, self.factor)
             # Subtracting the mean of the f_P and adding it again makes rows sum to 1.
             excess = weights.sum(-1, keepdim=True) - 1
-            return weights.sub_(excess, alpha=1 / weights.shape[2])
+            weights.sub_(excess, alpha=1 / weights.shape[2])
+            eye = cached_tensors(_eye, weights.shape[2], weights.dtype, weights.device)
+            rows = self.slots.unsqueeze(-1).expand_as(self.factor)
+            return weights.scatter_(1, rows, eye.expand_as(self.factor))
 
     @torch.no_grad()
     def left_out_error(self, parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,19 +216,20 @@ def choose_tokens(
         if leader is not None and len(leader) == batch > 1:
             farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
         points = slots.gather(1, farthest.unsqueeze(-1).expand(-1, -1, channels))
-        dots = torch.cat([dots, matmul_fp32(slots, points.transpose(1, 2))], 2)
+        others = matmul_fp32(slots, points.transpose(1, 2))
         chosen = torch.cat([own, farthest], 1)
-        kernel, factor = _kernel(dots, squares, chosen)
+        kernel, factor = _kernel((dots, others), squares, chosen)
         starts = cached_tensors(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
     return ChosenTokens(cells, at, chosen, kernel, factor, on_error)
 
 
-def _kernel(dots: Tensor, squares: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _kernel(dots: tuple[Tensor, Tensor], squares: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the kernel of the fit, and factor its matrix of the chosen tokens.
 
     Args:
-        dots: products of all tokens of a tile with the chosen ones, [B * T, P, K].
+        dots: products of all tokens of a tile with the drawn tokens, [B * T, P, m], and with the
+            farthest, [B * T, P, K - m].
         squares: squared norms [B * T, P] of all tokens, in fp32 at least.
         chosen: LongTensor [B * T, K], the slots of the chosen tokens.
 
@@ -230,7 +238,9 @@ def _kernel(dots: Tensor, squares: Tensor, chosen: Tensor) -> tuple[Tensor, Tens
     """
     count = chosen.shape[1]
     apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
-    apart = apart.sub_(dots, alpha=2).clamp_min_(0)
+    for part, of in zip(apart.split([t.shape[2] for t in dots], 2), dots, strict=True):
+        part.sub_(of, alpha=2)
+    apart.clamp_min_(0)
     rows = chosen.unsqueeze(-1).expand(-1, -1, count)
     mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
     kernel = apart.div_(-BANDWIDTH * mean).exp_()
