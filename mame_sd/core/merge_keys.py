@@ -190,7 +190,18 @@ def _average(
         if isinstance(k, FakeTensor) and not torch.compiler.is_compiling():
             cells = _without_numbers(cells, k.fake_mode)
         last = start + cells.tokens
-        slots = [_slots_of(t, start, cells) for t in (k, v)]
+        slots: list[Tensor] = []  # [B, T * P, H, D]
+        for t in (k, v):
+            by_token = t.transpose(1, 2)
+            if t.is_cuda or by_token.is_contiguous() or not t.is_contiguous():
+                image = by_token[:, start:last] if start else by_token
+                slots.append(image.index_select(1, cells.order))
+            else:  # a CPU would copy all of `by_token` to read its rows
+                batch, heads, length, width = t.shape
+                first = torch.arange(batch * heads, device=t.device).view(batch, 1, heads)
+                at = (first * length + start + cells.order.unsqueeze(1)).flatten()
+                rows = t.view(-1, width).index_select(0, at)
+                slots.append(rows.view(batch, -1, heads, width))
         if number not in known:
             stay = max(0, round(keep * cells.tokens) - cells.kept)
             x = slots[0].flatten(2)
@@ -211,22 +222,6 @@ def _average(
     log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
     by_kept = None if by_key is None else torch.cat([*columns, by_key[:, end:]], 1)
     return key, value, log_sizes, by_kept, tuple(known[n] for n in range(len(grids)))
-
-
-def _slots_of(t: Tensor, start: int, cells: Cells) -> Tensor:
-    """Return the tokens of a grid in the order of the slots, [B, T * P, H, D].
-
-    `start` is the position of the grid's first token in t [B, H, N, D].
-    """
-    batch, heads, count, width = t.shape
-    by_token = t.transpose(1, 2)
-    if t.is_cuda or by_token.is_contiguous() or not t.is_contiguous():
-        part = by_token[:, start : start + cells.tokens] if start else by_token
-        return part.index_select(1, cells.order)
-    # A CPU would copy all of `by_token` to read its rows.
-    first = torch.arange(batch * heads, device=t.device).view(batch, 1, heads) * count + start
-    at = (first + cells.order.unsqueeze(1)).flatten()
-    return t.view(-1, width).index_select(0, at).view(batch, -1, heads, width)
 
 
 def _without_numbers(cells: Cells, mode: FakeTensorMode) -> Cells:

@@ -25,9 +25,11 @@ REPLACED = "another tool has replaced or hooked its projection, as a LoRA added 
 
 
 class FusedInHook(PartHook):
-    """Compute the projection into an MLP on a few tokens; all others get zeros.
+    """Compute the projection into an MLP on a few tokens.
 
-    `FusedOutHook` does not read the zeros.
+    If the block allows it (`FusedMLPMode.packs`), these tokens' columns are dealt out to all
+    tokens, so that activation and concatenation move no more than that. Otherwise all other tokens
+    get zeros, which `FusedOutHook` does not read.
 
     Attributes:
         ahead: number of columns ahead of the MLP's, which are computed on all tokens.
@@ -49,6 +51,8 @@ class FusedInHook(PartHook):
         part = rows.take(call.x, start)
         assert part is not None
         self.stats.merged((chosen,), tokens.size)
+        if running.packs:
+            return running.pack(call.run(part), call.x.shape[1])
         if not self.ahead:
             return rows.put(call.run(part), call.x, start)
         linear: Any = call.module
@@ -80,14 +84,19 @@ class FusedOutHook(PartHook):
         rows, running.rows = running.rows, None
         linear: Any = call.module
         width: int = linear.out_features  # of the attention's output, too
-        x, part = call.x, rows.take(call.x)
-        assert part is not None
+        attention = call.x[..., :width]
+        if running.packs:
+            hidden = running.unpack(call.x[..., width:])
+        else:
+            part = rows.take(call.x)
+            assert part is not None
+            hidden = part[..., width:]
         if _is_plain(call):
-            y = F.linear(x[..., :width], linear.weight[:, :width], linear.bias)
-            f = F.linear(part[..., width:], linear.weight[:, width:])
+            y = F.linear(attention, linear.weight[:, :width], linear.bias)
+            f = F.linear(hidden, linear.weight[:, width:])
         else:  # a LoRA, or quantised weights: any linear map
-            y = call.run(F.pad(x[..., :width], (0, x.shape[-1] - width)))
-            f = call.run(part) - rows.take(y)
+            few, y = rows.take(attention), call.run(F.pad(attention, (0, hidden.shape[-1])))
+            f = call.run(torch.cat([few, hidden], -1)) - rows.take(y)
         return y + rows.restore(f)
 
 
@@ -110,7 +119,7 @@ class FusedMLP:
             return call.run()
         reason = self._reason(call.module)
         if not reason:
-            with FusedMLPMode() as running:
+            with FusedMLPMode(_packs(call.module, self.into)) as running:
                 output = call.run()
             if running.rows is None:
                 return output
@@ -136,6 +145,22 @@ def module_at(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _packs(block: nn.Module, into: str) -> bool:
+    """Return True if a block only passes the MLP's columns to an activation of each number.
+
+    Then it concatenates them to the attention's, as the single-stream blocks of diffusers do that
+    have `proj_mlp` and `act_mlp`. A LoRA that wraps the projection later adds to all tokens.
+    """
+    act: Any = getattr(block, "act_mlp", None)
+    projection, out = module_at(block, into), module_at(block, "proj_out")
+    plain = type(act) in (nn.GELU, nn.SiLU, nn.ReLU) and not act._forward_hooks
+    own = type(block).forward.__module__.startswith("diffusers.models.")
+    outermost = is_hooked(projection) and _is_outermost(projection)
+    width = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
+    as_wide = getattr(projection, "out_features", None) == width  # not gated
+    return into == "proj_mlp" and plain and own and outermost and as_wide
 
 
 def _is_plain(call: TokensCall) -> bool:

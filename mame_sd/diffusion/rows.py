@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -100,9 +101,29 @@ class FusedMLPMode(_BlockMode):
     """Let a block restore its MLP, which shares projections with its attention, while entered.
 
     The projection into the MLP sets `rows`, and the projection out of it takes them.
+
+    Args:
+        packs: True if the block passes the MLP's columns on, number by number.
     """
 
     rows: Rows | None = None
+    _shape = torch.Size()
+
+    def __init__(self, packs: bool = False) -> None:
+        super().__init__()
+        self.packs = packs
+
+    def pack(self, hidden: Tensor, count: int) -> Tensor:
+        """Deal out the columns of a few tokens, [B, n', C], to `count` tokens, [B, n, c]."""
+        self._shape = hidden.shape
+        flat = hidden.flatten(1)
+        columns = -(-flat.shape[1] // count)
+        return F.pad(flat, (0, columns * count - flat.shape[1])).view(-1, count, columns)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return what `pack` dealt out, [B, n', C], from [B, n, c]."""
+        batch, count, width = self._shape
+        return packed.flatten(1)[:, : count * width].view(batch, count, width)
 
 
 def running_fused_mlp() -> FusedMLPMode | None:

@@ -118,17 +118,20 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
         running = running_fused_mlp()
         rows = None if running is None else running.rows
         output = project(self, call)
-        if rows is not None:
+        if running is not None and rows is not None:
             x, chosen = call.x, rows.chosen
             linear: Any = call.module
             width = linear.out_features
+            if running.packs:
+                hidden = running.unpack(x[..., width:])
+                x = torch.cat([x[..., :width], rows.put(hidden, x)], -1)
             start = image_start(rows.tokens, x)
             image = x[:, start : start + chosen.tokens_in]
             others = torch.ones(image.shape[:2]).scatter(1, chosen.at, 0)
             split.append(not image[..., width:][others > 0].any() and x[..., :width].any())
             attention = call.run(F.pad(x[..., :width], (0, x.shape[-1] - width)))
             added = attention[:, start : start + chosen.tokens_in]
-            found.append(Restored(self, chosen, start, x.shape[1], added, output, call.run()))
+            found.append(Restored(self, chosen, start, x.shape[1], added, output, call.run(x)))
         return output
 
     project = FusedOutHook.output
