@@ -59,18 +59,21 @@ def measure_samples(
     record: Path,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
     on_note: Callable[[str], object] = lambda note: None,
+    seed: int = 0,
 ) -> dict[str, dict[str, Value]]:
     """Measure rows on a model, in turns.
 
     Args:
         sampler: the model.
         rows: the rows; the first one is the baseline. Rows that the model can't run are left out.
-        draws: number of batches of samples. The draw's number is also the seed of merging's draws.
+        draws: number of batches of samples. The draw's number, which begins at `seed`, is also the
+            seed of merging's draws.
         steps: denoising steps of a sample. Rows that would have none are left out.
         record: JSON lines that hold every draw as soon as it ends; a stopped call continues with
             it.
         on_progress: called with the number of calls done and of all calls.
         on_note: called with the reason for each row that is left out.
+        seed: number of the first draw.
 
     Returns:
         By row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians), and of clips
@@ -83,6 +86,7 @@ def measure_samples(
     model = LoadedModel(pipe=sampler.module, identity=dict(sampler.identity), guidance=None)
     settings = GenerateSettings(steps=steps)
     able = {row.name: row for row in rows if row.fewer < steps and row.lacking is None}
+    numbers = range(seed, seed + draws)
 
     def made(name: str, number: int) -> tuple[Tensor, float]:
         row = able[name]
@@ -99,13 +103,14 @@ def measure_samples(
 
     for name in list(able):
         try:
-            made(name, 0)
+            made(name, seed)
         except NotApplicable as error:
             on_note(f"left out: {name} ({error})")
             del able[name]
     about = {
         "model": sampler.identity,
         "steps": steps,
+        "seed": seed,
         "environment": environment(device),
         "methods": {row.name: row.config for row in able.values()},
     }
@@ -125,10 +130,10 @@ def measure_samples(
                 line["psnr_changes"] = decibels(*changes)
 
     measure_cases(
-        store, range(draws), list(able), measure, lambda draw, row: {"draw": draw, "row": row},
+        store, numbers, list(able), measure, lambda draw, row: {"draw": draw, "row": row},
         together=True, on_progress=on_progress,
     )  # fmt: skip
-    return {name: _values(store.lines, name, draws) for name in able}
+    return {name: _values(store.lines, name, numbers) for name in able}
 
 
 def decibels(samples: Tensor, reference: Tensor) -> float:
@@ -137,20 +142,24 @@ def decibels(samples: Tensor, reference: Tensor) -> float:
     return min(LARGEST, 10 * torch.tensor(4 / error).log10().item()) if error else LARGEST
 
 
-def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, draws: int) -> dict[str, Value]:
+def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, numbers: range) -> dict[str, Value]:
     """Return the metrics of a row from the lines of its draws and the baseline's."""
-    own = [lines[number, name] for number in range(draws)]
-    base = [lines[number, BASELINE] for number in range(draws)]
+    own = [lines[number, name] for number in numbers]
+    base = [lines[number, BASELINE] for number in numbers]
     median, low, high = median_interval(
         [b["cpu"] / o["cpu"] for b, o in zip(base, own, strict=True)]
     )
     cpu, cpu_low, cpu_high = median_interval([line["cpu"] for line in own])
-    keys = {str(number): str(number) for number in range(draws)}
+    keys = {str(number): str(number) for number in numbers}
     values = {}
     for metric in ("psnr", "psnr_changes") if name != BASELINE else ():
-        near = {str(number): line[metric] for number, line in enumerate(own) if metric in line}
+        near = {
+            str(number): line[metric]
+            for number, line in zip(numbers, own, strict=True)
+            if metric in line
+        }
         if near:
             values[metric] = Value(**mean_interval(near, keys))
-    values["cpu"] = Value(mean=cpu, low=cpu_low, high=cpu_high, n=draws)
-    values["cpu_speedup"] = Value(mean=median, low=low, high=high, n=draws)
+    values["cpu"] = Value(mean=cpu, low=cpu_low, high=cpu_high, n=len(numbers))
+    values["cpu_speedup"] = Value(mean=median, low=low, high=high, n=len(numbers))
     return values

@@ -135,10 +135,12 @@ def benchmark_command(
             if given:
                 raise unexpected(name, f"--suite {README}", suite, "leave it out, or give that")
         prompts_of_file(chosen, prompts, options.held_out)
-    elif model.model is not None or model.loras or prompts.file is not None or sampling:
+    elif (
+        model.model is not None or model.loras or prompts.file is not None or {*sampling} - {"seed"}
+    ):
         raise UserError(
-            f"--suite {README}: expected no model, LoRA, prompts or sampling, for its cases have"
-            " their own; leave these out, or choose another suite"
+            f"--suite {README}: expected no model, LoRA, prompts or sampling but --seed, for its"
+            " cases have their own; leave these out, or choose another suite"
         )
     from ..benchmark.rows import check_rows
 
@@ -152,7 +154,7 @@ def benchmark_command(
         from ..benchmark.readme import markdown
         from .readme import run_readme
 
-        stored = run_readme(place, prompts, options, model, again)
+        stored = run_readme(place, prompts, options, model, sampling, again)
         answer(f"{markdown(stored)}\n\n{place / 'readme.json'}", stored)
         return
     results = run_benchmark(chosen, place, prompts, options, model, sampling, again)

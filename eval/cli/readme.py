@@ -41,12 +41,14 @@ def run_readme(
     prompts: PromptOptions,
     options: BenchmarkOptions,
     model: ModelChoice,
+    sampling: dict[str, Any],
     command: str,
 ) -> dict[str, Any]:
     """Measure every case, or the one that `options` names, into a folder below `out`.
 
     `out`/readme.json is written after each case, and a case that is finished is not run again. On
-    a CPU one thread computes, so that CPU seconds are those of the work alone.
+    a CPU one thread computes, so that CPU seconds are those of the work alone. If `sampling` has
+    a seed, the cases begin with other noise.
 
     Returns:
         what readme.json holds.
@@ -68,7 +70,7 @@ def run_readme(
     about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
     found: dict[str, Any] = {}
     for case in cases:
-        one = _measured(case, out, prompts, options, model, command)
+        one = _measured(case, out, prompts, options, model, sampling, command)
         if one is not None:
             found[name_of(case)] = one
             text = json_text(stored(found, about), indent=1) + "\n"
@@ -96,6 +98,7 @@ def _measured(
     prompts: PromptOptions,
     options: BenchmarkOptions,
     model: ModelChoice,
+    sampling: dict[str, Any],
     command: str,
 ) -> dict[str, Any] | None:
     """Return what is stored of a case; None if --quick omits it, or its weights can't be had."""
@@ -107,7 +110,7 @@ def _measured(
         if prompts.num is not None:
             suite = replace(suite, num=prompts.num)
         results = _finished(place, case, suite, options, command)
-        results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
+        results = results or run_benchmark(suite, place, prompts, options, model, sampling, command)
         return None if results is None else of_results(case, results)
     rows = rows_of(case, options.rows, options.row)
     draws = prompts.num or (case.quick if options.quick else case.draws)
@@ -118,7 +121,8 @@ def _measured(
         return None
     with stages(this_process())(f"{case.title}: samples") as on_progress:
         record = place.with_suffix(".jsonl")
-        values = measure_samples(sampler, rows, draws, case.steps, record, on_progress, note)
+        seed = sampling.get("seed", 0)
+        values = measure_samples(sampler, rows, draws, case.steps, record, on_progress, note, seed)
     made = {"command": command, "commit": commit()}
     by_row = [(row, values[row.name]) for row in rows if row.name in values]
     return stored_case(f"{case.title}, {draws} draws", made, by_row)

@@ -105,6 +105,10 @@ def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
     more = measured(3)
     assert told[0] == (6, 9), "two draws of three rows were there"
     assert more["ours"]["psnr"].n == 3
+    other = measure_samples(sampler(), rows, 2, 2, tmp_path / "b.jsonl", seed=1)
+    of_draws = [3 * more["ours"]["psnr"].mean, 2 * other["ours"]["psnr"].mean]  # type: ignore[operator]
+    one = measure_samples(sampler(), rows, 1, 2, tmp_path / "c.jsonl")["ours"]["psnr"].mean
+    assert of_draws[0] - of_draws[1] == pytest.approx(one), "draws 1 and 2 of 0 to 2"
 
 
 def test_changes_of_clips_are_compared_from_frame_to_frame(tmp_path: Path) -> None:
