@@ -34,6 +34,7 @@ core/merge_keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_
     if not size_bias and scale: => if False:
     masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2]) => masked = zero
     found.kept + grid.start] => found.kept]
+    (first * length + start => (first * length
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     count * k.shape[1] // q.shape[1])] => count)]
     merged = grids[0].start, => merged = 0,
@@ -67,11 +68,13 @@ core/restore.py: core/test_restore.py
     if x.dtype != torch.float16 else x / 2) => )
     nearest.masked_fill_(pad, -torch.finfo(dtype).max) => pass
     nearest.scatter_(1, own, -torch.inf) => pass
-    weights.sub_(excess, alpha=1 / count) => pass
+    weights.sub_(excess, alpha=1 / weights.shape[2]) => pass
+    torch.bmm(factor, wide - mean) => torch.bmm(factor, wide)
+    return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts) => return y
     .add_(RIDGE) => .add_(0.1)
-    y.clamp(-HALF_MAX, HALF_MAX) => y
+    y.clamp_(-HALF_MAX, HALF_MAX) => y
     index_select(0, leader).flatten(0, 1) => flatten(0, 1)
-    weights.to(dtype).scatter_(1, rows, eye.to(dtype)) => weights.to(dtype)
+    return weights.scatter_(1, rows, eye.expand_as(self.factor)) => return weights
     self.factor.square().sum(1) => self.factor.square().sum(2)
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
@@ -114,6 +117,8 @@ diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
     CACHED if any(map(has_cache, (into, out))) else "" => ""
     linear.weight[:, :width], linear.bias => linear.weight[:, :width]
     NOT_PLAIN if self.ahead and not _is_plain(call) else "" => ""
+    not act._forward_hooks => True
+    into == "proj_mlp" and plain and own and outermost => into == "proj_mlp" and plain and own
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False

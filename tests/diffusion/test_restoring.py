@@ -406,6 +406,23 @@ def test_other_tools_around_a_shared_projection_out(name: str, how: str) -> None
     assert changed.isfinite().all()
 
 
+def test_an_activation_that_is_watched_gets_the_columns_of_each_token() -> None:
+    """Otherwise it gets those of the computed tokens alone, dealt out to all tokens."""
+    model, once, single = fused_model("FluxTransformer2DModel")
+    handle = restored(model, "mlp")
+    assert single(handle) > 0
+    block: Any = model.get_submodule("single_transformer_blocks.0")
+    widths, without = [], once()
+    act, gelu = block.act_mlp, block.act_mlp.forward
+    act.forward = lambda x: widths.append(x.shape[-1]) or gelu(x)
+    torch.testing.assert_close(once(), without)
+    act.register_forward_hook(lambda _, args, y: widths.append(y.shape[-1]))
+    torch.testing.assert_close(once(), without)
+    narrow, *wide = widths
+    assert narrow < block.mlp_hidden_dim
+    assert set(wide) == {block.mlp_hidden_dim}
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_rules_for_shared_projections(name: str) -> None:
     model, _, single = fused_model(name)
