@@ -96,6 +96,7 @@ class FusedOutHook(PartHook):
             f = F.linear(hidden, linear.weight[:, width:])
         else:  # a LoRA, or quantised weights: any linear map
             few, y = rows.take(attention), call.run(F.pad(attention, (0, hidden.shape[-1])))
+            assert few is not None
             f = call.run(torch.cat([few, hidden], -1)) - rows.take(y)
         return y + rows.restore(f)
 
