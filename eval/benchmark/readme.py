@@ -169,7 +169,7 @@ CASES: tuple[Case | SampleCase, ...] = (
     SampleCase(
         name="video", title="transformer of clips, 4 steps, guidance 2 (changes of frames)",
         load=partial(_instrument, "video"), steps=4, draws=16, quick=2,
-        rows=f"mame-default,{FEWER},{COPIED},second-frames,random-0.25,mean-attention",
+        rows=f"mame-default,{FEWER},{COPIED},copied-frames,second-frames,random-0.25,mean-attention",
         own=RESTORED,
     ),
     _case(
