@@ -116,7 +116,7 @@ def thumbnails(images: Tensor) -> Tensor:
 
 
 def spread_positions(model: Any, rows: int, columns: int) -> None:
-    """Interpolate the model's positions, so that `rows` x `columns` tokens span the trained ones."""
+    """Interpolate the model's positions, so that so many tokens span the trained ones."""
     embed = model.pos_embed
     side = embed.pos_embed_max_size
     if (rows, columns) != (side, side):
