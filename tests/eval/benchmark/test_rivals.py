@@ -19,8 +19,8 @@ from mame_sd.core.restore import cells_and_count, choose_tokens
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.errors import UserError
+from mame_sd.eval.benchmark.gates import sensitivity
 from mame_sd.eval.benchmark.rows import NAMED, chosen_rows, row_named
-from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.results import schema
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.rivals.copied import copying
