@@ -62,7 +62,7 @@ def test_samples_have_their_own_noise_and_do_not_depend_on_the_batch(name: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_guidance_moves_away_from_the_velocity_without_a_condition(name: str) -> None:
     instrument, given = tiny(name), conditions(name)[:2]
-    noisy = flow.noise_of(instrument, 2, 0)
+    noisy = flow.noise_of(instrument.kind.shape, 2, 0)
     time = torch.full((2,), 0.5)
     with torch.no_grad():
         known = instrument(noisy, time, given, torch.ones(2))
