@@ -73,8 +73,6 @@ def sample(
     steps: int,
     guidance: float = 1.0,
     seed: int = 0,
-    shift: float = 1.0,
-    noise: Tensor | None = None,
 ) -> Tensor:
     """Return samples in -1..1 by Euler's method: [B, *kind.shape].
 
@@ -84,14 +82,12 @@ def sample(
         steps: evaluations of the model.
         guidance: see `guided_velocity`.
         seed: seed of the first sample's noise; each next sample's is one more.
-        shift: see `times`.
-        noise: where to start, in place of the noise of `seed`.
     """
     device = next(instrument.parameters()).device
-    given, shape = thumbnails.to(device), instrument.kind.shape
-    state = (noise_of(shape, len(given), seed) if noise is None else noise).to(device)
+    given = thumbnails.to(device)
+    state = noise_of(instrument.kind.shape, len(given), seed).to(device)
 
     def velocity(state: Tensor, time: float) -> Tensor:
         return guided_velocity(instrument, state, time, given, guidance)
 
-    return euler(velocity, state, times(steps, shift)).clamp(-1, 1)
+    return euler(velocity, state, times(steps)).clamp(-1, 1)
