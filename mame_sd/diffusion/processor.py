@@ -31,6 +31,13 @@ from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_repo
 
 _UNCOUNTED = LayerStats("compiled")
 _LAYER = PlainAttention()
+# Settings that only hooks support, with the reason why a processor can't.
+_BY_HOOKS = {
+    "references": "sees no reference images",
+    "mlp_keep": "sees attention alone",
+    "block_keep": "sees attention alone",
+    "layers": "does not know the names of layers",
+}
 
 
 def make_config(
@@ -80,21 +87,11 @@ class MaMeAttnProcessor:
         self, config: MaMeConfig | None = None, *, inner: Any = None, **fields: Any
     ) -> None:
         self.config = make_config(config, fields)
-        if self.config.references is not None:
-            raise ValueError(
-                "references: expected none, got"
-                f" {self.config.references!r}: a processor sees no reference images; use apply_mame"
-            )
-        for name in ("mlp_keep", "block_keep"):
-            if (share := getattr(self.config, name)) is not None:
+        for name, reason in _BY_HOOKS.items():
+            if (value := getattr(self.config, name)) is not None:
                 raise ValueError(
-                    f"{name}: expected none, got {share!r}: a processor sees attention alone; use"
-                    " apply_mame"
+                    f"{name}: expected none, got {value!r}: a processor {reason}; use apply_mame"
                 )
-        if self.config.layers is not None:
-            raise ValueError(
-                "layers: a processor does not know the names of layers; use apply_mame"
-            )
         if inner is not None and (isinstance(inner, type) or not callable(inner)):
             raise TypeError(
                 f"inner: expected an attention processor, got {inner!r}; give one that was made"
@@ -144,17 +141,21 @@ class MaMeAttnProcessor:
             "ip_adapter_masks": ip_adapter_masks,
             "ip_hidden_states": ip_hidden_states,
         }
+        compiling = torch.compiler.is_compiling()
         run, kind = partial(processed, inner, attn), type(inner).__name__
         call = LayerCall(attn, run, arguments, processor=inner, kind=kind)
         crossed = encoder_hidden_states is not None or fixed_reason(attn) == "cross-attention"
         if crossed or hidden_states.dim() != 3:
-            if not torch.compiler.is_compiling():
+            if not compiling:
                 other = f"input of {hidden_states.dim()} dimensions"
                 self._passed["cross-attention" if crossed else other] += 1
             return call.run()
-        stats = self._stats_of(attn)
+        if not compiling and attn not in self._stats:
+            name = f"self-attention {len(self._stats)} ({attn.query_dim} channels)"
+            self._stats[attn] = LayerStats(name)
+        stats = _UNCOUNTED if compiling else self._stats[attn]
         output: Tensor = merged_call(_LAYER, call, None, self.config, stats)
-        if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():
+        if NO_SIZE in stats.note and not self._warned and not compiling:
             self._warned = True
             warnings.warn(
                 f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2
@@ -182,15 +183,6 @@ class MaMeAttnProcessor:
         """Drop all counters."""
         self._stats.clear()
         self._passed.clear()
-
-    def _stats_of(self, attn: Attention) -> LayerStats:
-        if torch.compiler.is_compiling():
-            return _UNCOUNTED
-        if attn not in self._stats:
-            self._stats[attn] = LayerStats(
-                f"self-attention {len(self._stats)} ({attn.query_dim} channels)"
-            )
-        return self._stats[attn]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the counters out: they belong to this model's modules."""
