@@ -247,7 +247,8 @@ class LayerHook:
     """
 
     name: str
-    entry: Any = None  # replaces the module's forward, a method of a MergedForward
+    replacement = MergedForward
+    entry: Any = None  # replaces the module's forward, a method of `replacement`
 
     def __init__(
         self, shared: HandleState, stats: LayerStats, layouts: PerThread | None, number: int = 0
@@ -258,6 +259,11 @@ class LayerHook:
         self.shared = shared
         self.stats = stats
         self.layouts = layouts
+
+    def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
+        """Return the function that replaces `inner`, the own forward of a module."""
+        self.entry = self.replacement(module, self, inner).forward
+        return self.entry
 
     @property
     def setting(self) -> ResolvedConfig:
@@ -321,11 +327,6 @@ class MergeHook(LayerHook):
     ) -> None:
         super().__init__(shared, stats, layouts, number)
         self.layer = layer
-
-    def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
-        """Return the function that replaces `inner`, the own forward of a module."""
-        self.entry = MergedForward(module, self, inner).forward
-        return self.entry
 
 
 def merged_call(
