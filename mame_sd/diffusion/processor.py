@@ -15,14 +15,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from functools import partial
-from os import PathLike
 from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.families.attention import PlainAttention, fixed_reason
 from mame_sd.diffusion.families.processors import default_processor, processed
@@ -40,31 +39,6 @@ _BY_HOOKS = {
 }
 
 
-def make_config(
-    config: MaMeConfig | str | PathLike[str] | None, fields: dict[str, Any]
-) -> MaMeConfig:
-    """Return `config` with the given `fields` over it.
-
-    Args:
-        config: settings or a file of settings. If None, the measured default.
-        fields: fields of MaMeConfig.
-
-    Raises:
-        TypeError: `config` is no MaMeConfig.
-        ValueError: a field is unknown or out of its range.
-    """
-    if config is None:
-        return MaMeConfig.from_dict(fields)
-    if isinstance(config, (str, PathLike)):
-        config = MaMeConfig.from_file(config)
-    if not isinstance(config, MaMeConfig):
-        raise TypeError(
-            f"config: expected a MaMeConfig or a file of settings, got {config!r}; write"
-            " MaMeConfig(tau=0.8) or tau=0.8"
-        )
-    return config.replace(**fields) if fields else config
-
-
 class MaMeAttnProcessor:
     """Merge in the self-attention that the processor is installed on.
 
@@ -72,7 +46,7 @@ class MaMeAttnProcessor:
     With `keep` keys and values merge.
 
     Args:
-        config: the settings. If None, the measured default.
+        config: the settings, or a .json file of them. If None, the measured default.
         inner: the processor that computes attention. If None, the one that diffusers installs on
             each module by default.
         fields: fields of MaMeConfig except `references`, `mlp_keep`, `block_keep` and `layers`,
@@ -83,10 +57,8 @@ class MaMeAttnProcessor:
         ValueError: a field is unknown, out of its range, or not supported by a processor.
     """
 
-    def __init__(
-        self, config: MaMeConfig | None = None, *, inner: Any = None, **fields: Any
-    ) -> None:
-        self.config = make_config(config, fields)
+    def __init__(self, config: ConfigOrFile = None, *, inner: Any = None, **fields: Any) -> None:
+        self.config = (read_config(config) or MaMeConfig()).replace(**fields)
         for name, reason in _BY_HOOKS.items():
             if (value := getattr(self.config, name)) is not None:
                 raise ValueError(

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, read_config
 from mame_sd.core.paper import Plan
-from mame_sd.handle import Handle, check_config
+from mame_sd.handle import Handle
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
@@ -41,8 +41,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
     ) -> None:
-        check_config(config)
-        self.root = root
+        self.root, config = root, read_config(config)
         for name, value in (("restore", restore), ("prop_attn", prop_attn)):
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}: expected True, False or None, got {value!r}")
