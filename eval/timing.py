@@ -1,4 +1,4 @@
-"""Time calls in turns.
+"""Time calls in turns, and measure their memory.
 
 Each round calls every row once, and the order of the rows turns from round to round. So a slow
 minute of the machine affects all rows, and no row always follows the same one.
@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
 
@@ -95,3 +97,24 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile, interpolated linearly."""
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
     return float(low), float(median), float(high)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most bytes that a call allocates at once on a CPU, by the profiler's record."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    profiler = profiled.profiler
+    assert profiler is not None
+    assert profiler.kineto_results is not None
+    alive = peak = 0
+    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+def weight_bytes(modules: list[nn.Module]) -> int:
+    """Return the bytes of the parameters and buffers of modules; shared ones count once."""
+    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -18,8 +18,7 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import InstalledMethod
 from mame_sd.runs.sampling import sample
 
-from ..memory import peak_bytes, weight_bytes
-from ..timing import timed
+from ..timing import peak_bytes, timed, weight_bytes
 from .rows import Row
 from .timings import Timing, timed_rounds
 

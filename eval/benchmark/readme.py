@@ -39,50 +39,41 @@ PAPER = "mame-0.8"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A column of the table: a suite, of which --quick takes fewer prompts.
+    """A column of the table.
 
     Attributes:
-        title: Head of the column, before the number of prompts.
-        suite: The suite.
+        title: Head of the column, before the number of prompts or draws.
+        suite: The suite. Without a pipeline, its prompts are batches of samples ("draws").
         quick: (prompts, rounds of timing) of --quick. If None, --quick leaves the case out.
+        load: Returns a model that is no text-to-image pipeline; raises UserError or MachineError if
+            its weights can't be had. If None, the model is the suite's.
     """
 
     title: str
     suite: Suite
     quick: tuple[int, int] | None
+    load: Callable[[], Sampler] | None = None
 
-    def of(self, quick: bool) -> Suite | None:
-        """Return the suite to run, or None if --quick leaves the case out."""
-        if not quick:
-            return self.suite
-        if self.quick is None:
+    @property
+    def name(self) -> str:
+        """Name of the case, which is also that of its folder or file."""
+        return self.suite.name
+
+    def of(self, quick: bool, num: int | None = None) -> Suite | None:
+        """Return the suite to run, with `num` prompts; None if --quick leaves the case out."""
+        if quick and self.quick is None:
             return None
-        return replace(self.suite, num=self.quick[0], rounds=self.quick[1])
+        some, rounds = self.quick if quick and self.quick else (self.suite.num, self.suite.rounds)
+        return replace(self.suite, num=some if num is None else num, rounds=rounds)
 
+    def rows(self, names: str | None = None, own: Sequence[str] = ()) -> list[Row]:
+        """Return the case's rows.
 
-@dataclass(frozen=True, kw_only=True)
-class SampleCase:
-    """A column of a model that is no text-to-image pipeline.
-
-    Attributes:
-        name: Name of the case.
-        title: Head of the column, before the number of draws.
-        load: Returns the model; raises UserError or MachineError if its weights can't be had.
-        steps: Denoising steps.
-        draws: Batches of samples, which are the rounds of timing, too.
-        quick: Batches of --quick.
-        rows: Names of rows, separated by commas.
-        own: Settings of further rows.
-    """
-
-    name: str
-    title: str
-    load: Callable[[], Sampler]
-    steps: int
-    draws: int
-    quick: int
-    rows: str
-    own: tuple[str, ...] = ()
+        Args:
+            names: Names of rows to use instead of the case's.
+            own: Settings of rows to add.
+        """
+        return chosen_rows(names or self.suite.rows, [*(() if names else self.suite.own), *own])
 
 
 def _case(
@@ -94,6 +85,7 @@ def _case(
     rows: str,
     quick: tuple[int, int] | None,
     rounds: int = 9,
+    load: Callable[[], Sampler] | None = None,
     **more: Any,
 ) -> Case:
     """Return a case of an embedded model, on prompts that no default was chosen on."""
@@ -102,7 +94,7 @@ def _case(
         name=name, about=f"README's column: {title}.", model=f"embedded-{model}", prompts="drawn",
         num=num, steps=steps, rows=rows, rounds=rounds, held_out=True, **fields,
     )  # fmt: skip
-    return Case(title=title, suite=suite, quick=quick)
+    return Case(title=title, suite=suite, quick=quick, load=load)
 
 
 def _terrain() -> Sampler:
@@ -135,7 +127,7 @@ def _instrument(name: str) -> Sampler:
     return Sampler(instrument.model, samples, {"name": name, "guidance": 2}, time)
 
 
-CASES: tuple[Case | SampleCase, ...] = (
+CASES = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
         f"mame-default,{FEWER},{COPIED},{PLAIN},toma-50,{PAPER}", (16, 3), own=RESTORED,
@@ -152,25 +144,24 @@ CASES: tuple[Case | SampleCase, ...] = (
         "unet-4", "UNet, 4 steps", "unet", 8, 4,
         f"mame-default,{FEWER},{PLAIN},tomesd-25,tomesd-50,{PAPER}", (1, 1),
     ),
-    SampleCase(
-        name="terrain", title="published UNet of terrain", load=_terrain, steps=1,
-        draws=10, quick=2, rows="mame-default,unfitted-0.25,random-0.25",
+    _case(
+        "terrain", "published UNet of terrain", "", 10, 1,
+        "mame-default,unfitted-0.25,random-0.25", (2, 2), load=_terrain,
     ),
     _case(
         "few-steps", "transformer with a LoRA for 4 steps, no guidance", "transformer", 128, 4,
         f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", (16, 3), own=RESTORED,
         guidance=1.0, loras=("embedded-few-steps",),
     ),
-    SampleCase(
-        name="photographs", title="transformer of photographs, 4 steps, guidance 2",
-        load=partial(_instrument, "photographs"), steps=4, draws=32, quick=4,
-        rows=f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", own=RESTORED,
+    _case(
+        "photographs", "transformer of photographs, 4 steps, guidance 2", "", 32, 4,
+        f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", (4, 4), own=RESTORED,
+        load=partial(_instrument, "photographs"),
     ),
-    SampleCase(
-        name="video", title="transformer of clips, 4 steps, guidance 2 (changes of frames)",
-        load=partial(_instrument, "video"), steps=4, draws=16, quick=2,
-        rows=f"mame-default,{FEWER},{COPIED},second-frames,random-0.25,mean-attention",
-        own=RESTORED,
+    _case(
+        "video", "transformer of clips, 4 steps, guidance 2 (changes of frames)", "", 16, 4,
+        f"mame-default,{FEWER},{COPIED},second-frames,random-0.25,mean-attention", (2, 2),
+        own=RESTORED, load=partial(_instrument, "video"),
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
@@ -178,25 +169,6 @@ CASES: tuple[Case | SampleCase, ...] = (
         metrics=SETS, fetch=("dinov2-saliency", "clip"), other_seed=1,
     ),
 )  # fmt: skip
-
-
-def name_of(case: Case | SampleCase) -> str:
-    """Return the name of a case, which is also that of its folder or file."""
-    return case.name if isinstance(case, SampleCase) else case.suite.name
-
-
-def rows_of(
-    case: Case | SampleCase, names: str | None = None, own: Sequence[str] = ()
-) -> list[Row]:
-    """Return a case's rows.
-
-    Args:
-        case: The case.
-        names: Names of rows to use instead of the case's.
-        own: Settings of rows to add.
-    """
-    of = case if isinstance(case, SampleCase) else case.suite
-    return chosen_rows(names or of.rows, [*(() if names else of.own), *own])
 
 
 def stored_case(

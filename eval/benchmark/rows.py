@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
+from mame_sd.errors import unexpected
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.merging import Merging, settings_of
 
@@ -66,23 +66,15 @@ ONE_FEWER = "fewer-1"
 # The rows of a benchmark without --rows: the default, what it has to beat, the paper's method, and
 # attention without spatial information.
 USUAL = f"{DEFAULT},{ONE_FEWER},copied-0.125,random-0.25,{RIVAL},toma-50,mame-0.8,{FLOOR}"
-FEWER = "fewer-"  # with a number of steps after it
 COUNTS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 # Rivals import torch, which has to wait until all names are checked.
-def _rival(name: str, plan: str, **given: Any) -> Any:
-    from ..rivals import plans
+def _rival(name: str, make: str, **given: Any) -> Any:
+    from ..rivals import plans, toma
     from ..rivals.method import Rival
 
-    return Rival(name, getattr(plans, plan), **given)
-
-
-def _toma(share: float) -> Any:
-    from ..rivals.method import Rival
-    from ..rivals.toma import ToMA
-
-    return Rival("toma", ToMA, {"share": share}, merge="qkv")
+    return Rival(name, getattr(toma if make == "ToMA" else plans, make), **given)
 
 
 def _tomesd(ratio: float) -> Any:
@@ -97,30 +89,32 @@ def _copied(share: float) -> Any:
     return Copied(MaMeConfig(mlp_keep=share))
 
 
-def _random(share: float) -> Any:
-    return _rival("random keys", "random_keys", settings={"share": share})
+def _merging(**fields: Any) -> Callable[[], Merging]:
+    return lambda: Merging(MaMeConfig(**fields))
 
 
 # Rows whose name ends in a share of the keys: label, family, method of the share.
-AT_SHARE: dict[str, tuple[str, Any, Callable[[float], Any]]] = {
-    "unfitted-": (
+AT_SHARE: dict[str, tuple[str, Family, Callable[[float], Any]]] = {
+    "unfitted": (
         "MaMe, keep {} of the keys, not fitted",
         "mame",
         lambda share: Merging(MaMeConfig(keep=share, fit_queries=0)),
     ),
-    "copied-": ("MLPs on {} of the tokens, the nearest copied", "rival", _copied),
-    "random-": ("{} of the keys at random", "rival", _random),
+    "copied": ("MLPs on {} of the tokens, the nearest copied", "rival", _copied),
+    "random": (
+        "{} of the keys at random",
+        "rival",
+        lambda share: _rival("random keys", "random_keys", settings={"share": share}),
+    ),
 }
-
-
 # Every row with a name of its own: its label, its family, and what makes its method.
-_NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
+NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
     BASELINE: ("baseline", "baseline", lambda: None),
     "tomesd-25": ("ToMeSD 25 %", "tomesd", partial(_tomesd, 0.25)),
     RIVAL: ("ToMeSD 50 %", "tomesd", partial(_tomesd, 0.5)),
-    "mame-0.7": ("MaMe+MaRe τ 0.7", "mame", lambda: Merging(MaMeConfig(tau=0.7))),
-    "mame-0.8": ("MaMe+MaRe τ 0.8", "mame", lambda: Merging(MaMeConfig(tau=0.8))),
-    DEFAULT: ("MaMe default", "mame", lambda: Merging(MaMeConfig())),
+    "mame-0.7": ("MaMe+MaRe τ 0.7", "mame", _merging(tau=0.7)),
+    "mame-0.8": ("MaMe+MaRe τ 0.8", "mame", _merging(tau=0.8)),
+    DEFAULT: ("MaMe default", "mame", _merging()),
     "second-frames": (
         "keys of every second frame",
         "rival",
@@ -131,7 +125,11 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
         "rival",
         partial(_rival, "todo", "todo", settings={"factor": 2}),
     ),
-    "toma-50": ("ToMA 50 %", "rival", partial(_toma, 0.5)),
+    "toma-50": (
+        "ToMA 50 %",
+        "rival",
+        partial(_rival, "toma", "ToMA", settings={"share": 0.5}, merge="qkv"),
+    ),
     FLOOR: (
         "mean attention",
         "floor",
@@ -165,17 +163,6 @@ def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
     return [*(make() for make in _makers(names)), *further]
 
 
-def row_named(name: str) -> Row:
-    """Return the row of a name in `_NAMED`."""
-    label, family, make = _NAMED[name]
-    return Row(name=name, label=label, family=family, method=make(), default=name == DEFAULT)
-
-
-def all_rows() -> list[Row]:
-    """Return every row that has a name of its own."""
-    return list(map(row_named, _NAMED))
-
-
 def check_rows(names: str | None, own: Sequence[str] = ()) -> None:
     """Raise UserError for an unknown name or setting, without importing any rival."""
     _makers(names)
@@ -183,11 +170,17 @@ def check_rows(names: str | None, own: Sequence[str] = ()) -> None:
         own_row(text)
 
 
+def row_named(name: str) -> Row:
+    """Return the row of a name in `NAMED`."""
+    label, family, make = NAMED[name]
+    return Row(name=name, label=label, family=family, method=make(), default=name == DEFAULT)
+
+
 def _makers(names: str | None) -> list[Callable[[], Row]]:
     names = USUAL if names is None else names
     makers: dict[str, Callable[[], Row]] = {BASELINE: partial(row_named, BASELINE)}
     for name in tables.names_in(names) or [names]:
-        known, make = (name, partial(row_named, name)) if name in _NAMED else _numbered(name)
+        known, make = (name, partial(row_named, name)) if name in NAMED else _numbered(name)
         makers[known] = make
     return list(makers.values())
 
@@ -198,32 +191,26 @@ def _numbered(name: str) -> tuple[str, Callable[[], Row]]:
     Raises:
         UserError: it is another name, or the number isn't allowed.
     """
-    head = next((head for head in (*AT_SHARE, FEWER) if name.startswith(head)), None)
-    if head is None:
-        numbered = ", ".join([*(f"{head}0.5" for head in AT_SHARE), f"{FEWER}1"])
-        raise UserError(
-            f"--rows: expected names of {', '.join(_NAMED)}, {numbered}, got {name!r}; correct it"
-        )
-    number = name.removeprefix(head)
-    if head == FEWER:
+    head, _, number = name.partition("-")
+    if head == "fewer":
         if not number.isdecimal() or int(number) < 1:
-            raise UserError(
-                f"--rows {name}: expected how many steps fewer after {FEWER}, got {number!r};"
-                " correct it"
-            )
+            expected = "how many steps fewer after fewer-"
+            raise unexpected(f"--rows {name}", expected, repr(number), "correct it")
         count = int(number)
         word = COUNTS[count - 1] if count <= len(COUNTS) else str(count)
-        label = f"{word} step{'s' * (count > 1)} fewer"
-        return f"{FEWER}{count}", lambda: Row(name=f"{FEWER}{count}", label=label, fewer=count)
-    label, family, method = AT_SHARE[head]
+        label, known = f"{word} step{'s' * (count > 1)} fewer", f"fewer-{count}"
+        return known, partial(Row, name=known, label=label, fewer=count)
+    if head not in AT_SHARE:
+        numbered = ", ".join([*(f"{one}-0.5" for one in AT_SHARE), "fewer-1"])
+        expected = f"names of {', '.join(NAMED)}, {numbered}"
+        raise unexpected("--rows", expected, repr(name), "correct it")
     try:
         share = float(number)
     except ValueError:
         share = 0.0
     if not 0 < share < 1:
-        raise UserError(
-            f"--rows {name}: expected a share to keep after {head}, above 0 and below 1, got"
-            f" {number!r}; correct it"
-        )
-    plain, label = f"{head}{share:g}", label.format(f"{share:g}")
-    return plain, lambda: Row(name=plain, label=label, family=family, method=method(share))
+        expected = f"a share to keep after {head}-, above 0 and below 1"
+        raise unexpected(f"--rows {name}", expected, repr(number), "correct it")
+    (label, family, method), known = AT_SHARE[head], f"{head}-{share:g}"
+    label = label.format(f"{share:g}")
+    return known, lambda: Row(name=known, label=label, family=family, method=method(share))

@@ -37,14 +37,13 @@ from ..runner import Stage
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
+from ..scoring.sets import withheld, withheld_by
 from ..scoring.tools import Tools
-from ..scoring.withheld import withheld, withheld_by
 from ..stats import paired_difference
 from .bench import alike_batches, bench
-from .gates import ceiling_gate, repeat_gates
+from .gates import ceiling_gate, repeat_gates, sensitivity
 from .results import BUSY, TIMINGS, commit, resumed, write_results
 from .rows import BASELINE, FLOOR, ONE_FEWER, RIVAL, Row
-from .sensitivity import sensitivity
 from .suites import Suite
 from .timings import summary, timing_gate
 

@@ -14,7 +14,6 @@ from mame_sd.caches import CacheHandle, CacheView, Kept, Selection, compress_cac
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.compat import with_cache
 
-from ..tables import Row
 from .cases import Case
 from .methods import KVzip
 
@@ -110,13 +109,13 @@ def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
 
 
 def measure(
-    meter: Meter, rows: Mapping[str, Row], case: Case, missing: Sequence[tuple[str, float]]
+    meter: Meter, methods: Mapping[str, Any], case: Case, missing: Sequence[tuple[str, float]]
 ) -> Iterator[tuple[tuple[str, float], dict[str, Any]]]:
     """Measure rows with their shares of the cache on one case; `FULL` is the full cache.
 
     Args:
         meter: runs prompts.
-        rows: the rows by name.
+        methods: the methods by name of the row.
         case: the case.
         missing: names of rows, and shares of the cache.
 
@@ -125,9 +124,9 @@ def measure(
         token, means over all tokens but the first), and the shares of keys ("kept") and of bytes
         ("bytes", with biases, slots and padding) that stayed.
     """
-    for row in rows.values():
-        if isinstance(row.method, KVzip):
-            row.method.repeated = partial(meter.repeated, case.prompt)
+    for method in methods.values():
+        if isinstance(method, KVzip):
+            method.repeated = partial(meter.repeated, case.prompt)
     start = meter.prefill(case.prompt)
     seen, read = start[0].seen, case.rest[:-1]
     want = meter.rest(start, seen, read)
@@ -152,5 +151,5 @@ def measure(
             yield FULL, figures(start)
         else:
             with torch.no_grad():
-                kept = rows[name].method.compress_all(start, share)
+                kept = methods[name].compress_all(start, share)
             yield (name, share), figures(kept)

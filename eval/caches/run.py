@@ -51,7 +51,7 @@ def run_cache(
             device or dtype.
     """
     check_place(out, out)
-    rows = named(settings.rows, all_rows())
+    methods = named(settings.rows, all_rows())
     files = text_files(settings.texts)
     how: dict[str, Any] = {"rest": settings.rest}
     how |= {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
@@ -69,12 +69,12 @@ def run_cache(
         measure_cases(
             store,
             cases,
-            [FULL, *((row.name, share) for row in rows.values() for share in settings.kept)],
-            partial(measure, meter, rows),
+            [FULL, *((name, share) for name in methods for share in settings.kept)],
+            partial(measure, meter, methods),
             lambda case, row: {**run, "case": case.name, "row": row[0], "share": row[1]},
             on_progress=on_progress,
         )
-    names, of = {*rows, FULL[0]}, {case.name for case in cases}
+    names, of = {*methods, FULL[0]}, {case.name for case in cases}
     results = (line for line in store.lines.values() if run.items() <= line.items())
     return [line for line in results if line["case"] in of and line["row"] in names]
 

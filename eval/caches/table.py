@@ -5,100 +5,71 @@ It has means over passages, and paired differences to the best method that drops
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import exp
+from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 from ..stats import mean_interval, paired_difference
 from ..tables import interval_cell, markdown_table
-from .rows import DEFAULT, PUBLISHED, all_rows
+from .rows import DEFAULT, PUBLISHED
+from .settings import ROWS
 
-Results = Sequence[Mapping[str, Any]]
+MEANS = ("nll", "kept", "bytes")
 
 
-def summary(results: Results) -> dict[str, Any]:
-    """Return all figures of the table as JSON values."""
+def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all figures of the table as JSON values.
+
+    "texts" has the means of each row and share, "ratios" the ratio of our KL to that of the best
+    published method, with the paired difference.
+    """
+    order = ("full", *ROWS)
+    lines = sorted(results, key=lambda line: (-line["share"], order.index(line["row"])))
     figures: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None}
-    by_share: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
-    for row in ("full", *all_rows()):
-        for line in results:
-            if line["row"] == row:
-                by_share.setdefault(line["share"], {}).setdefault(row, []).append(line)
-    for share, rows in sorted(by_share.items(), reverse=True):
-        if "full" in rows:
-            figures["full_nll"] = _mean(rows["full"], "nll")
-        else:
-            figures["texts"] += [_text(row, share, lines) for row, lines in rows.items()]
-            figures["ratios"] += _ratios(rows, share)
+    for share, of_share in groupby(lines, itemgetter("share")):
+        rows = {row: list(group) for row, group in groupby(of_share, itemgetter("row"))}
+        values = {row: {one["case"]: one["kl"] for one in group} for row, group in rows.items()}
+        for row, kl in values.items():
+            means = {name: fmean(one[name] for one in rows[row]) for name in MEANS}
+            if row == "full":
+                figures["full_nll"] = means["nll"]
+                continue
+            about, each = {"row": row, "share": share}, {case: case for case in kl}
+            figures["texts"].append({**about, "kl": mean_interval(kl, each), **means})
+            rivals = [r for r in PUBLISHED if r in values and values[r].keys() >= kl.keys()]
+            if not row.startswith(DEFAULT) or not rivals:
+                continue
+            totals = {rival: sum(values[rival][case] for case in kl) for rival in rivals}
+            best = min(rivals, key=totals.__getitem__)
+            gap = paired_difference(kl, {case: values[best][case] for case in kl}, each)
+            ratio = sum(kl.values()) / totals[best]
+            figures["ratios"].append({**about, "best": best, "ratio": ratio, "difference": gap})
     return figures
-
-
-def _text(row: str, share: float, lines: Results) -> dict[str, Any]:
-    kl = _by_case(lines)
-    means = {name: _mean(lines, name) for name in ("nll", "kept", "bytes")}
-    return {"row": row, "share": share, "kl": mean_interval(kl, {c: c for c in kl}), **means}
-
-
-def _ratios(lines: Mapping[str, Results], share: float) -> list[dict[str, Any]]:
-    """Return the ratio of our KL to the best published method's, and the paired difference."""
-    figures, values = [], {row: _by_case(one) for row, one in lines.items()}
-    for row, kl in values.items():
-        rivals = {r: values[r] for r in PUBLISHED if r in values and values[r].keys() >= kl.keys()}
-        if not row.startswith(DEFAULT) or not rivals:
-            continue
-        best = min(rivals, key=lambda r: sum(rivals[r][c] for c in kl))
-        other = {c: rivals[best][c] for c in kl}
-        gap = paired_difference(kl, other, {c: c for c in kl})
-        ratio = sum(kl.values()) / sum(other.values())
-        figures.append(
-            {"row": row, "share": share, "best": best, "ratio": ratio, "difference": gap}
-        )
-    return figures
-
-
-def _by_case(lines: Results) -> dict[str, float]:
-    return {line["case"]: line["kl"] for line in lines}
-
-
-def _mean(lines: Results, name: str) -> float:
-    values = [line[name] for line in lines]
-    return math.fsum(values) / len(values)
 
 
 def format_table(figures: Mapping[str, Any]) -> str:
     """Format the figures as Markdown: KL by row and share, and ratios."""
-    tables: list[str] = []
     shares = list(dict.fromkeys(e["share"] for e in figures["texts"]))
-    if shares:
-        rows: list[list[str]] = []
-        if figures["full_nll"] is not None:
-            perplexity = f"{math.exp(figures['full_nll']):.2f}"
-            rows.append(["full", *("0" for _ in shares), perplexity, "1.00", ""])
-        for row in dict.fromkeys(e["row"] for e in figures["texts"]):
-            entries_by_share = {e["share"]: e for e in figures["texts"] if e["row"] == row}
-            cells = [
-                interval_cell(entries_by_share[s]["kl"]) if s in entries_by_share else ""
-                for s in shares
-            ]
-            loss = " ".join(f"{math.exp(e['nll']):.2f}" for e in entries_by_share.values())
-            size = " ".join(f"{e['bytes']:.2f}" for e in entries_by_share.values())
-            rows.append(
-                [row, *cells, loss, size, str(entries_by_share[min(entries_by_share)]["kl"]["n"])]
-            )
-        heads = ["method", *(f"KL at {s:g}" for s in shares), "perplexity", "bytes", "n"]
-        tables.append(markdown_table(heads, rows))
-    if figures["ratios"]:
-        rows = [
-            [
-                e["row"],
-                f"{e['share']:g}",
-                e["best"],
-                f"{e['ratio']:.2f}",
-                interval_cell(e["difference"]),
-                f"{e['difference']['p']:.4f}",
-            ]
-            for e in figures["ratios"]
-        ]
+    rows = []
+    if figures["full_nll"] is not None:
+        rows.append(["full", *("0" for _ in shares), f"{exp(figures['full_nll']):.2f}", "1.00", ""])
+    for row in dict.fromkeys(e["row"] for e in figures["texts"]):
+        entries = {e["share"]: e for e in figures["texts"] if e["row"] == row}
+        cells = [interval_cell(entries[s]["kl"]) if s in entries else "" for s in shares]
+        perplexity = " ".join(f"{exp(e['nll']):.2f}" for e in entries.values())
+        size = " ".join(f"{e['bytes']:.2f}" for e in entries.values())
+        rows.append([row, *cells, perplexity, size, str(entries[min(entries)]["kl"]["n"])])
+    heads = ["method", *(f"KL at {s:g}" for s in shares), "perplexity", "bytes", "n"]
+    tables = [markdown_table(heads, rows)] if shares else []
+    ratios = []
+    for e in figures["ratios"]:
+        gap = e["difference"]
+        numbers = [f"{e['ratio']:.2f}", interval_cell(gap), f"{gap['p']:.4f}"]
+        ratios.append([e["row"], f"{e['share']:g}", e["best"], *numbers])
+    if ratios:
         heads = ["method", "share", "best that drops keys", "ratio of KL", "difference", "p"]
-        tables.append(markdown_table(heads, rows))
+        tables.append(markdown_table(heads, ratios))
     return "\n\n".join(tables)

@@ -27,6 +27,7 @@ from .. import PROGRAM
 from ..benchmark.suites import README, SUITES, suite_named
 from ..caches.settings import CacheSettings
 from ..captions.settings import CaptionSettings
+from ..tables import named
 from .options import (
     CAPTIONER,
     CLASSIFY_SUITES,
@@ -84,7 +85,7 @@ def score_command(
     from mame_sd.runs.devices import pick_device
 
     from ..scoring.tools import CLIPS, Tools
-    from .score import score_runs, scores_json, scores_table
+    from .score import score_runs, scores_table
 
     tools = Tools(
         weights_dir=scoring.weights_dir,
@@ -95,7 +96,8 @@ def score_command(
     )
     with progress("images") as tools.on_progress:
         found = score_runs(a, b, scoring.reference, chosen, tools, note)
-    answer(scores_table(found["metrics"]), scores_json(found))
+    values = {name: value.to_json() for name, value in found["metrics"].items()}
+    answer(scores_table(found["metrics"]), {**found, "metrics": values})
 
 
 @command(
@@ -281,12 +283,13 @@ def weights_command(
 ) -> None:
     """List the weights of metrics, with size, licence, place and sha256, or download them."""
     check_folder("--weights-dir", weights_dir)
-    from .weights import check_names, get_weights, weights_lines, weights_of
+    from ..weights.load import NAMES, status
+    from .weights import get_weights, weights_lines
 
-    check_names(names or [])
+    chosen = named(",".join(names) if names else None, dict.fromkeys(NAMES), "weights")
     if get:
         get_weights(names or [], weights_dir, note)
-    found = weights_of(names or [], weights_dir)
+    found = [one for one in status(weights_dir) if one.name in chosen]
     answer("\n".join(weights_lines(found)), {"weights": [asdict(one) for one in found]})
 
 

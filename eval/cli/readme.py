@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,7 @@ from mame_sd.runs.generate import environment
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import this_process
 
-from ..benchmark.readme import (
-    CASES,
-    Case,
-    SampleCase,
-    name_of,
-    of_results,
-    rows_of,
-    stored,
-    stored_case,
-)
+from ..benchmark.readme import CASES, Case, of_results, stored, stored_case
 from ..benchmark.results import NAME as RESULTS
 from ..benchmark.results import commit, read_results
 from ..benchmark.samples import measure_samples
@@ -59,12 +49,12 @@ def run_readme(
     """
     if this_process().count > 1:
         raise UserError("--suite readme: expected one process, got several; start it alone")
-    cases = [case for case in CASES if options.case in (None, name_of(case))]
+    cases = [case for case in CASES if options.case in (None, case.name)]
     if not cases:
-        names = ", ".join(map(name_of, CASES))
+        names = ", ".join(case.name for case in CASES)
         raise UserError(f"--case: expected one of {names}, got {options.case!r}; correct it")
     for case in cases:  # unknown rows and settings are found before the first hour
-        rows_of(case, options.rows, options.row)
+        case.rows(options.rows, options.row)
     _check_out(out)
     torch.set_num_threads(1)
     about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
@@ -72,7 +62,7 @@ def run_readme(
     for case in cases:
         one = _measured(case, out, prompts, options, model, sampling, command)
         if one is not None:
-            found[name_of(case)] = one
+            found[case.name] = one
             text = json_text(stored(found, about), indent=1) + "\n"
             write_atomically(out / "readme.json", text.encode())
     return stored(found, about)
@@ -82,7 +72,7 @@ def _check_out(out: Path) -> None:
     """Raise UserError for a folder that holds anything but cases and their results."""
     if check_place(out, out) != out:
         return
-    own = {"readme.json", *(name_of(case) for case in CASES)}
+    own = {"readme.json", *(case.name for case in CASES)}
     entries = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("."))
     foreign = [entry for entry in entries if entry.removesuffix(".jsonl") not in own]
     if foreign:
@@ -93,7 +83,7 @@ def _check_out(out: Path) -> None:
 
 
 def _measured(
-    case: Case | SampleCase,
+    case: Case,
     out: Path,
     prompts: PromptOptions,
     options: BenchmarkOptions,
@@ -102,30 +92,27 @@ def _measured(
     command: str,
 ) -> dict[str, Any] | None:
     """Return what is stored of a case; None if --quick omits it, or its weights can't be had."""
-    place = out / name_of(case)
-    if isinstance(case, Case):
-        suite = case.of(options.quick)
-        if suite is None:
-            return None
-        if prompts.num is not None:
-            suite = replace(suite, num=prompts.num)
+    place, suite = out / case.name, case.of(options.quick, prompts.num)
+    if suite is None:
+        return None
+    if case.load is None:
         results = _finished(place, case, suite, options, command)
         results = results or run_benchmark(suite, place, prompts, options, model, sampling, command)
         return None if results is None else of_results(case, results)
-    rows = rows_of(case, options.rows, options.row)
-    draws = prompts.num or (case.quick if options.quick else case.draws)
+    rows = case.rows(options.rows, options.row)
     try:
         sampler = case.load()
     except (UserError, MachineError) as error:
         note(f"left out: {case.title} ({error})")
         return None
     with stages(this_process())(f"{case.title}: samples") as on_progress:
-        record = place.with_suffix(".jsonl")
-        seed = sampling.get("seed", 0)
-        values = measure_samples(sampler, rows, draws, case.steps, record, on_progress, note, seed)
+        values = measure_samples(
+            sampler, rows, suite.num, suite.steps, place.with_suffix(".jsonl"), on_progress, note,
+            sampling.get("seed", 0),
+        )  # fmt: skip
     made = {"command": command, "commit": commit()}
     by_row = [(row, values[row.name]) for row in rows if row.name in values]
-    return stored_case(f"{case.title}, {draws} draws", made, by_row)
+    return stored_case(f"{case.title}, {suite.num} draws", made, by_row)
 
 
 def _finished(
@@ -135,6 +122,6 @@ def _finished(
     if not (place / RESULTS).exists() or not (place / "report.html").exists():
         return None
     results = read_results(place)
-    wanted = [row.name for row in rows_of(case, options.rows, options.row)]
+    wanted = [row.name for row in case.rows(options.rows, options.row)]
     same = [row.name for row in results.rows] == wanted and results.images == suite.num
     return results if same and results.manifest.get("command") == command else None

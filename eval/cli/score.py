@@ -22,8 +22,8 @@ from ..scoring.per_image import Values, image_values
 from ..scoring.reference import check_foreign, check_reference, open_reference
 from ..scoring.runs import Run, differing_settings, pair
 from ..scoring.score import cut_prompts, measured
+from ..scoring.sets import too_few
 from ..scoring.tools import Tools
-from ..scoring.withheld import too_few
 from ..stats import paired_difference
 
 
@@ -102,12 +102,6 @@ def _with_difference(name: str, value: Value, own: Values, a: Run, b: Run, tools
     others = image_values(METRICS[name], replace(a, items=items), tools)
     prompts = {key: item.prompt_id for key, item in items.items()}
     return replace(value, difference=paired_difference(own, others, prompts))
-
-
-def scores_json(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores and their manifest as JSON values."""
-    values = {name: value.to_json() for name, value in found["metrics"].items()}
-    return {**found, "metrics": values}
 
 
 def scores_table(metrics: Mapping[str, Value]) -> str:

@@ -15,15 +15,6 @@ from ..weights.load import NAMES, WeightsStatus, get, status
 from ..weights.registry import REGISTRY
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise UserError for a name that is no network's."""
-    for name in names:
-        if name not in NAMES:
-            raise UserError(
-                f"weights: expected names of {', '.join(NAMES)}, got {name!r}; correct it"
-            )
-
-
 def get_weights(
     names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]
 ) -> None:
@@ -45,11 +36,6 @@ def get_weights(
         raise MachineError(
             f"the weights of {len(failures)} networks can't be had: {'; '.join(failures)}"
         )
-
-
-def weights_of(names: Sequence[str], weights_dir: Path | None) -> list[WeightsStatus]:
-    """Return how the weights of these names stand, of every network for no names."""
-    return [found for found in status(weights_dir) if not names or found.name in names]
 
 
 def weights_lines(weights: Sequence[WeightsStatus]) -> Iterator[str]:

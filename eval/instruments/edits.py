@@ -111,12 +111,6 @@ def load_editor(folder: Path = WEIGHTS) -> Editor:
     return editor.eval().requires_grad_(False)
 
 
-def trained(name: str) -> bool:
-    """Return True if the instrument's training moves a weight of that name: those of images."""
-    text = ("context", "norm1", "add_", "added", "time_text_embed")
-    return not any(part in name for part in text)
-
-
 def packed(x: Tensor) -> Tensor:
     """Return latents [B, 4, H, W] as tokens [B, L, 16]."""
     return F.pixel_unshuffle(x, PATCH).flatten(2).transpose(1, 2)

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mame_sd.errors import UserError
 
 THUMBNAIL = 8  # pixels a side of the thumbnails that are the condition
-FILE_BYTES = 16 * 2**20  # weights are split into files of at most so much
 CONDITIONS = Path(__file__).with_name("conditions.npz")
 WEIGHTS = Path(__file__).with_name("weights")  # in a clone of the repository, not in a wheel
 SCALE = ".int8_scale"  # ends the name of the scales of a matrix in int8
@@ -124,18 +123,11 @@ class Instrument(nn.Module):
         return torch.cat([first, between, last], 2)
 
 
-def thumbnails_of(samples: Tensor) -> Tensor:
-    """Return the condition that belongs to samples [B, *kind.shape]: [B, T, 3, 8, 8]."""
-    frames = samples[:, None] if samples.ndim == 4 else samples[:, :, [0, -1]].transpose(1, 2)
-    side = frames.shape[-1] // THUMBNAIL
-    return F.avg_pool2d(frames.flatten(0, 1), side).unflatten(0, frames.shape[:2])
-
-
 def _new_sd3(kind: Kind) -> nn.Module:
     from diffusers import SD3Transformer2DModel
 
     _, height, _ = kind.shape
-    model = SD3Transformer2DModel(
+    return SD3Transformer2DModel(
         sample_size=height,
         patch_size=2,
         in_channels=3,
@@ -149,15 +141,12 @@ def _new_sd3(kind: Kind) -> nn.Module:
         pos_embed_max_size=height // 2,
         qk_norm="rms_norm",
     )
-    gates = [n.linear for b in model.transformer_blocks for n in (b.norm1, b.norm1_context)]
-    _zero(*gates, model.norm_out.linear, model.proj_out)
-    return model
 
 
 def _new_wan(kind: Kind) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
-    model = WanTransformer3DModel(
+    return WanTransformer3DModel(
         patch_size=(1, 2, 2),
         in_channels=3 + 4,  # see `known_frames`
         out_channels=3,
@@ -169,71 +158,15 @@ def _new_wan(kind: Kind) -> nn.Module:
         ffn_dim=256 * kind.heads,
         rope_max_seq_len=64,
     )
-    with torch.no_grad():
-        for block in model.blocks:
-            block.scale_shift_table.zero_()
-            _zero(block.attn2.to_out[0])
-        model.scale_shift_table.zero_()
-    _zero(model.condition_embedder.time_proj, model.proj_out)
-    return model
-
-
-@torch.no_grad()
-def _zero(*layers: nn.Linear) -> None:
-    """Make each block the identity, from where diffusion transformers are trained."""
-    for layer in layers:
-        layer.weight.zero_()
-        layer.bias.zero_()
-
-
-def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return matrices as int8 with one scale for each output row, and all else in fp16."""
-    small = {}
-    for key, value in tensors.items():
-        value = value.detach().float().cpu()
-        if value.ndim == 2:
-            scale = (value.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
-            small[key + SCALE] = scale
-            small[key] = (value / scale).round().clamp(-127, 127).to(torch.int8)
-        else:
-            small[key] = value.half()
-    return {key: value.contiguous() for key, value in small.items()}
 
 
 def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return in fp32 what `quantized` made int8 and fp16 of."""
+    """Return weights in fp32: matrices from int8 with a scale for each row, all else from fp16."""
     return {
         key: value.float() * tensors[key + SCALE] if key + SCALE in tensors else value.float()
         for key, value in tensors.items()
         if not key.endswith(SCALE)
     }
-
-
-def save_weights(name: str, tensors: Mapping[str, Tensor], folder: Path) -> list[Path]:
-    """Write weights as NAME-1-of-N.safetensors and so on, each of at most about `FILE_BYTES`.
-
-    Matrices are written in int8 (see `quantized`).
-
-    Args:
-        name: name of the instrument.
-        tensors: its state dict.
-        folder: where to write.
-
-    Returns:
-        The paths of the files.
-    """
-    small = quantized(tensors)
-    count = -(-sum(value.nbytes for value in small.values()) // FILE_BYTES)
-    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    sizes = [0] * count
-    for key, value in sorted(small.items(), key=lambda item: -item[1].nbytes):
-        least = sizes.index(min(sizes))
-        parts[least][key] = value
-        sizes[least] += value.nbytes
-    files = [folder / f"{name}-{i + 1}-of-{count}.safetensors" for i in range(count)]
-    for part, file in zip(parts, files, strict=True):
-        save_file(part, file)
-    return files
 
 
 def load_instrument(name: str, folder: Path = WEIGHTS) -> Instrument:
@@ -278,12 +211,3 @@ def conditions(name: str, file: Path = CONDITIONS) -> Tensor:
     """Return thumbnails of pictures that no training saw: [128, kind.thumbnails, 3, 8, 8]."""
     with np.load(file) as arrays:
         return torch.from_numpy(arrays[name]).float() / 127.5 - 1
-
-
-def save_conditions(file: Path, thumbnails: Mapping[str, Tensor]) -> None:
-    """Write thumbnails in -1..1 as bytes."""
-    arrays: dict[str, Any] = {
-        name: ((value + 1) * 127.5).round().clamp(0, 255).byte().numpy()
-        for name, value in thumbnails.items()
-    }
-    np.savez_compressed(file, **arrays)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from torch.nn import functional as F
 from ..images import check_pair
 from ..networks import full_precision
 from ..weights.files import Tensors, tensors_sha256
-from ..weights.load import load
 
 MIN_SIDE = 32  # the smallest side that AlexNet can pool
 # of inputs in [-1, 1], from the authors' code
@@ -97,22 +95,3 @@ class Lpips:
             weighed = torch.einsum("nchw,c->nhw", gap, self.tensors[f"head{index}"])
             total += weighed.mean((1, 2)).cpu().double()
         return total
-
-
-def load_lpips(
-    weights_dir: Path | None = None,
-    offline: bool = False,
-    device: torch.device | str = "cpu",
-) -> Lpips:
-    """Load LPIPS with its published weights.
-
-    Args:
-        weights_dir: folder that is searched first.
-        offline: if True, nothing is fetched.
-        device: where it computes.
-
-    Raises:
-        UserError: as `weights.load.find`.
-        MachineError: as `weights.load.find`.
-    """
-    return Lpips(load(Lpips.name, weights_dir, offline), device)

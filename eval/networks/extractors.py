@@ -22,7 +22,7 @@ from ..images import load_image
 from ..weights.files import Tensors, tensors_sha256
 from ..weights.load import load
 from . import full_precision, inception
-from .pretrained import DEVIATION, MEAN, load_dinov2
+from .pretrained import DEVIATION, MEAN
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,6 @@ def load_inception(
         MachineError: as `weights.load.find`.
     """
     return Inception(load("inception-fid", weights_dir, offline), device)
-
-
-def load_dinov2_extractor(
-    weights_dir: Path | None = None, offline: bool = False, device: torch.device | str = "cpu"
-) -> Extractor:
-    """Load DINOv2-S with its published weights; arguments and errors as `load_inception`."""
-    return DinoV2(load_dinov2(weights_dir, offline), device)
 
 
 def _pixels(image: np.ndarray | Path) -> np.ndarray:

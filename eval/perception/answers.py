@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ..benchmark.timings import Timing, timed_rounds
-from ..memory import peak_bytes, weight_bytes
 from ..runner import Store, measure_cases
-from ..timing import timed
+from ..timing import peak_bytes, timed, weight_bytes
 from .data import ImageSet
 from .heads import Head
 from .methods import Method

@@ -214,6 +214,9 @@ def _of_timm(folder: Path) -> tuple[Any, Any, None]:
             f"--model {folder}: expected the packages timm and torchvision to load a model of timm,"
             f" but {first_line(error)}; pip install timm"
         ) from error
+    from PIL import Image
+    from transformers import BitImageProcessor
+
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
     if not model.num_classes:
         raise UserError(
@@ -224,25 +227,11 @@ def _of_timm(folder: Path) -> tuple[Any, Any, None]:
     labels = config.get("label_names") or range(model.num_classes)
     side, how = config["input_size"][-1], config.get("interpolation", "bicubic")
     edge = math.floor(side / config.get("crop_pct", 0.875))
-    processor = _processor(edge, side, config["mean"], config["std"], how)
-    return TimmForImageClassification(model, [str(one) for one in labels]), processor, None
-
-
-def _processor(
-    edge: int, side: int, mean: Sequence[float], std: Sequence[float], how: str = "bicubic"
-) -> Any:
-    """Make an image processor.
-
-    It resizes the shorter edge to `edge` pixels, crops the middle `side` x `side` pixels, and
-    normalises them.
-    """
-    from PIL import Image
-    from transformers import BitImageProcessor
-
-    return BitImageProcessor(
+    processor = BitImageProcessor(
         size={"shortest_edge": edge},
         crop_size={"height": side, "width": side},
         resample=Image.Resampling[how.upper()],
-        image_mean=list(mean),
-        image_std=list(std),
+        image_mean=list(config["mean"]),
+        image_std=list(config["std"]),
     )
+    return TimmForImageClassification(model, [str(one) for one in labels]), processor, None

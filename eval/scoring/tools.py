@@ -14,9 +14,10 @@ from mame_sd.runs.files import check_folder
 
 from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, Metric
 from ..metrics.clip import load_clip
-from ..metrics.lpips import Lpips, load_lpips
-from ..networks.extractors import load_dinov2_extractor, load_inception
-from ..networks.pretrained import SALIENCY
+from ..metrics.lpips import Lpips
+from ..networks.extractors import DinoV2, load_inception
+from ..networks.pretrained import SALIENCY, load_dinov2
+from ..weights.load import load
 from ..weights.registry import REGISTRY
 from .clean_fid import load_clean_fid
 
@@ -112,7 +113,7 @@ class Tools:
         if name == "clip":
             return load_clip(self.clip, self.weights_dir, offline, self.device)
         if name == Lpips.name:
-            return load_lpips(self.weights_dir, offline, self.device)
+            return Lpips(load(name, self.weights_dir, offline), self.device)
         if name == SALIENCY:
-            return load_dinov2_extractor(self.weights_dir, offline, self.device)
+            return DinoV2(load_dinov2(self.weights_dir, offline), self.device)
         return load_inception(self.weights_dir, offline, self.device)

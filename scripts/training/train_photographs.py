@@ -32,11 +32,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mame_sd.eval.instruments.models import (
-    CONDITIONS,
-    KINDS,
-    Instrument,
-    Kind,
+from mame_sd.eval.instruments.models import CONDITIONS, KINDS, Instrument, Kind
+from scripts.training.instruments import (
+    begin_as_identity,
     save_conditions,
     save_weights,
     thumbnails_of,
@@ -155,7 +153,9 @@ class Trainer:
         on_card = plan.device.type == "cuda"
         fast = on_card or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self.dtype = torch.bfloat16 if fast else torch.float32
-        self.instrument = Instrument(plan.kind).to(plan.device)
+        self.instrument = Instrument(plan.kind)
+        begin_as_identity(self.instrument)
+        self.instrument.to(plan.device)
         names, self.weights = zip(*self.instrument.model.named_parameters(), strict=True)
         self.names = list(names)
         self.masters = [p.detach().clone() for p in self.weights]

@@ -13,16 +13,7 @@ from diffusers import UNet2DModel
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.eval.benchmark.readme import (
-    CASES,
-    MARKER,
-    Case,
-    markdown,
-    name_of,
-    rows_of,
-    stored,
-    stored_case,
-)
+from mame_sd.eval.benchmark.readme import CASES, MARKER, markdown, stored, stored_case
 from mame_sd.eval.benchmark.rows import Row, chosen_rows, row_named
 from mame_sd.eval.benchmark.samples import Sampler, measure_samples
 from mame_sd.eval.cli import app as cli
@@ -64,12 +55,11 @@ def test_tables_of_pages_are_those_of_stored_results(
 def test_cases_have_rows_that_exist_and_quick_ones_few_prompts() -> None:
     names = []
     for case in CASES:
-        suite = case.of(quick=True) if isinstance(case, Case) else None
-        assert "mame-default" in [row.name for row in rows_of(case)]
-        names.append(name_of(case))
-        if isinstance(case, Case):
-            assert set(case.suite.metrics) <= set(METRICS)
-            assert suite is None or suite.num < case.suite.num
+        suite = case.of(quick=True)
+        assert "mame-default" in [row.name for row in case.rows()]
+        names.append(case.name)
+        assert set(case.suite.metrics) <= set(METRICS)
+        assert suite is None or suite.num < case.suite.num
     assert len(names) == len(set(names))
 
 

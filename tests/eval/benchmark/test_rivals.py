@@ -19,8 +19,8 @@ from mame_sd.core.restore import cells_and_count, choose_tokens
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.rows import all_rows, chosen_rows
-from mame_sd.eval.benchmark.sensitivity import sensitivity
+from mame_sd.eval.benchmark.gates import sensitivity
+from mame_sd.eval.benchmark.rows import NAMED, chosen_rows, row_named
 from mame_sd.eval.results import schema
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.rivals.copied import copying
@@ -167,7 +167,11 @@ def test_mean_attention_and_keys_alone_in_a_layer() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        *(r.method for r in all_rows() if isinstance(r.method, Rival) and not r.method.frames),
+        *(
+            m
+            for m in (row_named(name).method for name in NAMED)
+            if isinstance(m, Rival) and not m.frames
+        ),
         Rival("means", means, {"cell": (2, 2)}),
         Rival("means, fitted", means, {"cell": (2, 2)}, fit_queries=128),
         Rival("random keys, fitted", random_keys, {"share": 0.25}, fit_queries=128),

@@ -10,8 +10,8 @@ from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.prompts import drawn, subjects_by_caption
-from mame_sd.eval.benchmark.readme import CASES, Case, name_of
-from mame_sd.eval.benchmark.rows import all_rows, chosen_rows, row_named
+from mame_sd.eval.benchmark.readme import CASES, Case
+from mame_sd.eval.benchmark.rows import NAMED, chosen_rows, row_named
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.prompts import suite_prompts
 from mame_sd.eval.metric_list import METRICS
@@ -25,7 +25,7 @@ def test_rows_are_chosen_by_name_and_by_number() -> None:
 
     usual = "baseline mame-default fewer-1 copied-0.125 random-0.25 tomesd-50 toma-50 mame-0.8"
     assert names(None) == [*usual.split(), "mean-attention"]
-    assert [row.name for row in all_rows() if row.default] == ["mame-default"]
+    assert [name for name in NAMED if row_named(name).default] == ["mame-default"]
     config = row_named("mame-0.7").config["mame"]
     assert (config["tau"], config["keep"]) == (0.7, None)
     assert names("random-.5, mame-default,random-5e-1,random-0.50") == [
@@ -116,7 +116,7 @@ def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
         drawn(captions, len(captions) + 1)
 
 
-@pytest.mark.parametrize("case", [it for it in CASES if isinstance(it, Case)], ids=name_of)
+@pytest.mark.parametrize("case", [it for it in CASES if not it.load], ids=lambda it: it.name)
 def test_every_column_of_readme_finds_its_prompts(case: Case) -> None:
     model = case.suite.model.removeprefix("embedded-")
     first = PromptOptions(num=min(case.suite.num, 128))

@@ -14,7 +14,7 @@ from mame_sd.eval.caches.rows import all_rows
 from tests.caches.views import view_of
 from tests.eval.caches import oracle
 
-ROWS = {name: row.method for name, row in all_rows().items() if name != "kvzip"}
+ROWS = {name: method for name, method in all_rows().items() if name != "kvzip"}
 
 
 @pytest.mark.parametrize("keep", [0.75, 0.125])

