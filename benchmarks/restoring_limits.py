@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from benchmarks import decibels, parser_of
 from mame_sd import mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.embedded.pipeline import embedded_pipeline
@@ -36,7 +36,7 @@ from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.eval.benchmark.bench import installed
 from mame_sd.eval.benchmark.prompts import drawn
 from mame_sd.eval.benchmark.rows import BASELINE, chosen_rows
-from mame_sd.eval.instruments.flow import guided_velocity
+from mame_sd.eval.instruments.flow import euler, guided_velocity, noise_of, times
 from mame_sd.eval.instruments.models import THUMBNAIL, Instrument, load_instrument
 from mame_sd.eval.tables import markdown_table
 from mame_sd.runs.loading import LoadedModel
@@ -130,25 +130,19 @@ def denoised(
     instrument: Instrument, clean: Clean, begin: float, steps: int, guidance: float
 ) -> Tensor:
     """Return samples to which a share `begin` of noise was added, after steps of Euler's method."""
-    times, samples = [begin * (1 - step / steps) for step in range(steps + 1)], []
+    samples = []
     for number, image in enumerate(clean.images.split(1)):
-        noise = torch.randn(image.shape[1:], generator=torch.Generator().manual_seed(number))
-        state, thumbnail = torch.lerp(image, noise, begin), clean.thumbnails[number, None]
-        for time, following in pairwise(times):
-            velocity = guided_velocity(instrument, state, time, thumbnail, guidance)
-            state = state + (following - time) * velocity
-        samples.append(state.clamp(-1, 1))
-    return torch.cat(samples)
+        state = torch.lerp(image, noise_of(image.shape[1:], 1, number), begin)
+        thumbnail = clean.thumbnails[number, None]
+        velocity = partial(guided_velocity, instrument, thumbnails=thumbnail, guidance=guidance)
+        samples.append(euler(velocity, state, [begin * time for time in times(steps)]))
+    return torch.cat(samples).clamp(-1, 1)
 
 
-def decibels(images: Tensor, reference: Tensor, part: Tensor | None = None) -> str:
+def cell(images: Tensor, reference: Tensor, part: Tensor | None = None) -> str:
     """Return the mean PSNR of images in -1..1, in brackets that of the pixels of `part`."""
-    error = (images - reference).square().mean(1)
-    whole = (10 * torch.log10(4 / error.mean((1, 2)))).mean()
-    if part is None:
-        return f"{whole:.1f}"
-    own = (error * part).sum((1, 2)) / part.sum((1, 2))
-    return f"{whole:.1f} ({(10 * torch.log10(4 / own)).mean():.1f})"
+    inside = "" if part is None else f" ({decibels(images, reference, part).mean():.1f})"
+    return f"{decibels(images, reference).mean():.1f}{inside}"
 
 
 def contents_table(args: argparse.Namespace) -> None:
@@ -167,7 +161,7 @@ def contents_table(args: argparse.Namespace) -> None:
                     instrument, clean, args.begin, STEPS - row.fewer, args.guidance
                 )
         unmerged = found.pop(BASELINE)
-        cells = [decibels(images, unmerged, clean.part) for images in found.values()]
+        cells = [cell(images, unmerged, clean.part) for images in found.values()]
         print(f"| {clean.label} | {' | '.join(cells)} |", flush=True)
 
 
@@ -204,16 +198,14 @@ def steps_table(args: argparse.Namespace) -> None:
     make = partial(pictures, pipe, drawn(scenes_by_caption(), args.num, seed=1), args.guidance)
     unmerged = make(STEPS)
     parts = {"default": range(STEPS), "first two steps": (0, 1), "last two steps": (2, 3)}
-    cells = [decibels(make(STEPS, merged=steps), unmerged) for steps in parts.values()]
-    cells.append(decibels(make(STEPS - 1), unmerged))
+    cells = [cell(make(STEPS, merged=steps), unmerged) for steps in parts.values()]
+    cells.append(cell(make(STEPS - 1), unmerged))
     print(markdown_table([*parts, "one step fewer"], [cells]))
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("table", choices=("contents", "steps"))
     parser.add_argument("--num", type=int, default=8, help="samples of a line")
     parser.add_argument("--guidance", type=float, default=1.0)

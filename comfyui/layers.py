@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig
-from mame_sd.core.min_tokens import least_tokens, too_wide
+from mame_sd.core.min_tokens import kernel_of, too_wide
 
 from .run import KEEPS_ALL, SMALL
 
@@ -220,7 +220,9 @@ def left_alone(
         channels: number of channels of all heads.
         width: number of channels of a head.
     """
-    least = least_tokens(config.min_tokens, k.device, k.dtype, width)
+    least = config.min_tokens
+    if least is None:
+        least = kernel_of(k.device, k.dtype, width).least
     if tokens < least:
         return SMALL, tokens, least
     if config.keep == 1:

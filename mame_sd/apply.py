@@ -9,13 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
 from mame_sd.captions.captioner_registry import is_captioner, reader_in
-from mame_sd.config import MaMeConfig
+from mame_sd.config import ConfigOrFile, read_config
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.handle import Handle
 from mame_sd.perception.encoder_registry import is_encoder
@@ -30,14 +29,12 @@ Restored = Callable[[Any], AbstractContextManager[None]]
 
 @overload  # a module may be a denoiser, an encoder or a captioner; anything else is a pipeline
 def apply_mame(
-    target: nn.Module, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: nn.Module, config: ConfigOrFile = None, **fields: Any
 ) -> MaMeHandle | EncoderHandle | CaptionHandle: ...
 @overload
+def apply_mame(target: object, config: ConfigOrFile = None, **fields: Any) -> MaMeHandle: ...
 def apply_mame(
-    target: object, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
-) -> MaMeHandle: ...
-def apply_mame(
-    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: Any, config: ConfigOrFile = None, **fields: Any
 ) -> MaMeHandle | EncoderHandle | CaptionHandle:
     """Merge tokens of `target` until `remove_mame`. Merging that was applied before is replaced.
 
@@ -64,7 +61,7 @@ def apply_mame(
         UserWarning: a vision transformer is to merge so much that a smaller image is more exact.
     """
     apply, _ = _room_of(target, fields)
-    return _advised(apply(target, _read(config), **fields), 3)
+    return _advised(apply(target, read_config(config), **fields), 3)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
@@ -96,16 +93,14 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 @overload
 def mame(
-    target: nn.Module, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: nn.Module, config: ConfigOrFile = None, **fields: Any
 ) -> AbstractContextManager[MaMeHandle | EncoderHandle | CaptionHandle]: ...
 @overload
 def mame(
-    target: object, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: object, config: ConfigOrFile = None, **fields: Any
 ) -> AbstractContextManager[MaMeHandle]: ...
 @contextmanager
-def mame(
-    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
-) -> Iterator[Any]:
+def mame(target: Any, config: ConfigOrFile = None, **fields: Any) -> Iterator[Any]:
     """Merge for a `with` block, with the arguments and the handle of `apply_mame`.
 
     After the block, even if it raised an error, the merging that was applied before is in force
@@ -113,7 +108,7 @@ def mame(
     """
     apply, restored = _room_of(target, fields)
     with restored(target):
-        yield _advised(apply(target, _read(config), **fields), 4)
+        yield _advised(apply(target, read_config(config), **fields), 4)
 
 
 def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], Restored]:
@@ -145,11 +140,6 @@ def _advised(handle: Handle[Any], stacklevel: int) -> Any:
     if advice := handle.advice():
         warnings.warn(advice, UserWarning, stacklevel=stacklevel)
     return handle
-
-
-def _read(config: MaMeConfig | str | PathLike[str] | None) -> MaMeConfig | None:
-    """Return the settings, read from a file if `config` is a path."""
-    return MaMeConfig.from_file(config) if isinstance(config, (str, PathLike)) else config
 
 
 def _reads_images(target: Any) -> bool:

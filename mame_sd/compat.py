@@ -20,7 +20,7 @@ import torch
 
 # Names of the KV cache among the arguments of a forward and the fields of an output.
 CACHE_NAMES = ("cache", "past_key_values")  # from 5.24 on; before 5.24
-_IMPLEMENTATION = "_attn_implementation"  # attribute of a config: name of its attention
+IMPLEMENTATION = "_attn_implementation"  # attribute of a config: name of its attention
 
 # torch.compile can trace merging from torch 2.13 on.
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -67,21 +67,10 @@ def names_arguments(kind: type) -> bool:
     return all(one.kind is not one.VAR_POSITIONAL for one in parameters_of(kind).values())
 
 
-def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """Return the name of the KV cache among the parameters of `forward`, or None."""
-    parameters = signature(forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
-
-
-def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the KV cache as a keyword argument of a model's forward or generate."""
-    found = next((name for name in CACHE_NAMES if name in parameters_of(type(model))), None)
-    return {found or CACHE_NAMES[0]: cache}
-
-
-def implementation_of(config: Any) -> str | None:
-    """Return the name of the attention function of models with this config."""
-    return getattr(config, _IMPLEMENTATION, None)
+def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+    """Return the KV cache as a keyword argument of a module's forward or a model's generate."""
+    names = parameters_of(type(module))
+    return {next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0]): cache}
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -129,7 +118,7 @@ NAMES: dict[str, dict[str, str]] = {
         " attention_mask",
         "a rotary embedding's forward": "x position_ids",
         "a KV cache": "layers",
-        "a config": f"{_IMPLEMENTATION} layer_types sliding_window attn_logit_softcapping",
+        "a config": f"{IMPLEMENTATION} layer_types sliding_window attn_logit_softcapping",
         _LLAMA: "apply_rotary_pos_emb",
         "transformers.cache_utils:DynamicLayer": "update get_seq_length get_mask_sizes"
         " lazy_initialization",

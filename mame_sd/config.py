@@ -212,6 +212,8 @@ class MaMeConfig:
         A new tau drops keep, and a new keep drops tau, with the settings that only the dropped
         method has.
         """
+        if not changes:
+            return self
         for name, other in (("tau", "keep"), ("keep", "tau")):
             if changes.get(name) is not None and name not in self.given:
                 changes = {other: None, **changes}
@@ -329,6 +331,7 @@ def _documented() -> dict[str, Field[Any]]:
 
 
 _SETTINGS = _documented()
+ConfigOrFile = MaMeConfig | str | PathLike[str] | None
 _OLD_NAMES = {"made_for": "calibrated_for"}  # in files of settings
 NAMES = tuple(_SETTINGS)
 
@@ -346,6 +349,23 @@ def checked(name: str, value: Any) -> Any:
         if name == "layers":  # messages of LayerRules name the setting already
             raise
         raise ValueError(f"{name}: {error}, got {value!r}") from None
+
+
+def read_config(config: ConfigOrFile) -> MaMeConfig | None:
+    """Return settings, read from a file if `config` is a path. None stays None.
+
+    Raises:
+        TypeError: `config` is something else.
+        ValueError: as for `MaMeConfig.from_file`.
+    """
+    if isinstance(config, (str, PathLike)):
+        return MaMeConfig.from_file(config)
+    if config is not None and not isinstance(config, MaMeConfig):
+        raise TypeError(
+            f"config: expected a MaMeConfig or a file of settings, got {config!r}; write"
+            " MaMeConfig(keep=0.25) or keep=0.25"
+        )
+    return config
 
 
 def _value(text: str) -> Any:

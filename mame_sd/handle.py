@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.report import Report
 
 Settings = TypeVar("Settings")
@@ -94,27 +94,27 @@ class Handle(ABC, Generic[Settings]):
             self._check_change("active")
             self._switch(value)
 
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
+    def set(self, config: ConfigOrFile = None, **fields: Any) -> None:
         """Change settings from the next forward on, for example `handle.set(keep=0.5)`.
 
         Args:
-            config: replaces all settings. If None, the current settings stay.
+            config: replaces all settings, or a .json file that does. If None, they stay.
             fields: fields of MaMeConfig, over those of `config`.
 
         Raises:
             RuntimeError: merging was removed or replaced, so that a change would have no effect,
                 or another thread is in a forward of the model.
-            TypeError: `config` is not a MaMeConfig.
+            TypeError: `config` is neither a MaMeConfig nor a path.
             ValueError: a field is unknown, out of range or meaningless for this model. Nothing
                 has changed then.
         """
-        check_config(config)
+        given = read_config(config)
         with self._lock:
             self._check_change("set")
-            self._use(self._resolve(config, fields))
+            self._use(self._resolve(given, fields))
 
     @contextmanager
-    def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
+    def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:
         """Change settings for a `with` block. Arguments and errors are those of `set`.
 
         with handle.using(keep=0.5):
@@ -126,12 +126,3 @@ class Handle(ABC, Generic[Settings]):
             yield
         finally:
             self._use(before)
-
-
-def check_config(config: Any) -> None:
-    """Raise TypeError if `config` is neither a MaMeConfig nor None."""
-    if config is not None and not isinstance(config, MaMeConfig):
-        raise TypeError(
-            f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(keep=0.25) or"
-            " keep=0.25"
-        )

@@ -35,26 +35,20 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     Raises:
         ValueError: the file can't be read or holds something else. The message names the file.
     """
+    expected = f"{path}: expected a .json file of {what}"
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe might never end
         kind = "folder" if path.is_dir() else "pipe or device"
-        raise ValueError(f"{path}: expected a .json file of {what}, got a {kind}; give a file")
+        raise ValueError(f"{expected}, got a {kind}; give a file")
     if path.suffix.lower() != ".json":
-        raise ValueError(
-            f"{path}: expected a .json file of {what}, got {path.suffix or 'no ending'};"
-            " rename or convert it"
-        )
+        raise ValueError(f"{expected}, got {path.suffix or 'no ending'}; rename or convert it")
     try:
         text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text, object_pairs_hook=once_each)
     except OSError as error:
-        raise ValueError(
-            f"{path}: expected a .json file of {what}, but it can't be read"
-            f" ({error.strerror or error}); check the path"
-        ) from None
+        reason = error.strerror or error
+        raise ValueError(f"{expected}, but it can't be read ({reason}); check the path") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: expected a .json file of {what}, but {error}; correct it"
-        ) from None
+        raise ValueError(f"{expected}, but {error}; correct it") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected an object of {what}, got {str(values)[:60]}")
     return values

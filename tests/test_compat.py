@@ -87,8 +87,9 @@ def test_the_cache_is_found_by_both_names(name: str) -> None:
     assert compat.cache_in({name: 3, "use_cache": True}) == 3
     assert compat.cache_in({name: None}) is None
     assert compat.cache_of(SimpleNamespace(**{name: 3})) == 3
-    assert compat.cache_argument(forward) == name
-    assert compat.cache_argument(nn.Linear.forward) is None
+    module = type("Module", (nn.Module,), {"forward": forward})()
+    assert compat.with_cache(module, 3) == {name: 3}
+    assert compat.with_cache(nn.Linear(1, 1), 3) == {compat.CACHE_NAMES[0]: 3}
 
 
 IMPORTS = """

@@ -50,7 +50,7 @@ def test_a_removed_handle_refuses_changes(handle: Handle[Any]) -> None:
     handle.set(keep=0.5)
     with pytest.raises(TypeError, match="active: expected True or False, got 'no'"):
         handle.active = "no"
-    with pytest.raises(TypeError, match=r"config: expected a MaMeConfig, got 0\.5"):
+    with pytest.raises(TypeError, match=r"config: expected a MaMeConfig or a file .*, got 0\.5"):
         handle.set(0.5)
 
 

@@ -93,7 +93,6 @@ class Attention:
         """
         keys: list[Tensor] = []
         queries, places = _Queries(), torch.tensor([[0, 3, 11]], device="cpu")
-        name = compat.cache_argument(self.module.forward) or compat.CACHE_NAMES[0]
         why, cause = "its keys are other ones", None
 
         def update(key: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +112,7 @@ class Attention:
                     hidden_states=hidden,
                     position_embeddings=self._turn(hidden, places),
                     attention_mask=mask,
-                    **{name: SimpleNamespace(update=update)},
+                    **compat.with_cache(self.module, SimpleNamespace(update=update)),
                 )
                 first: Tensor = output[0] if isinstance(output, tuple) else output
                 return first[:, -1]
@@ -214,7 +213,7 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 
 def _layer(model: nn.Module, path: str, module: Any) -> Attention:
     config, name = getattr(module, "config", model.config), type(model).__name__
-    used = compat.implementation_of(config)
+    used = getattr(config, compat.IMPLEMENTATION, None)
     if used not in IMPLEMENTATIONS:
         raise ValueError(
             f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)}, whose masks can weigh"

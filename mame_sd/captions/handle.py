@@ -10,8 +10,8 @@ from mame_sd.captions.captioner_registry import images_of
 from mame_sd.captions.patch import attach, detach, patch_on
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.shorten import CaptionReport, PromptShortener
-from mame_sd.config import MaMeConfig
-from mame_sd.handle import Handle, check_config
+from mame_sd.config import MaMeConfig, read_config
+from mame_sd.handle import Handle
 from mame_sd.perception.apply_encoder import has_encoder_hooks
 
 
@@ -24,10 +24,9 @@ class CaptionHandle(Handle[MaMeConfig]):
     """
 
     def __init__(self, model: nn.Module, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
-        check_config(config)
         self.model = model
         self.shortener = PromptShortener(model, self._images)
-        self._use(self._resolve(MaMeConfig() if config is None else config, fields))
+        self._use(self._resolve(read_config(config) or MaMeConfig(), fields))
 
     def _images(self, call: dict[str, Any]) -> list[Image]:
         assert self.config.keep is not None
@@ -45,7 +44,7 @@ class CaptionHandle(Handle[MaMeConfig]):
         return patch is not None and any(one.shortener is self.shortener for one in patch.slots)
 
     def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
-        new = (self.config if config is None else config).replace(**fields)
+        new = (config or self.config).replace(**fields)
         other = next((name for name in new.given if name != "keep"), None)
         if other is not None:
             raise ValueError(

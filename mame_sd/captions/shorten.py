@@ -169,7 +169,8 @@ class PromptShortener:
         removed = Removed(length, None, after.reshape(-1, len(ids)).amax(0) + 1)
         if any(len(image.places) < image.unmerged for image in images):
             removed = Removed(length, kept.real, removed.after)
-            ids = kept.of(ids, self._padding())
+            generation = getattr(model, "generation_config", None)
+            ids = kept.of(ids, getattr(generation, "pad_token_id", None) or 0)  # masked below
             call["position_ids"] = kept.of(positions)
             # Without a mask, transformers takes positions with gaps for several packed texts.
             call["attention_mask"] = kept.real.to(torch.long if mask is None else mask.dtype)
@@ -182,12 +183,6 @@ class PromptShortener:
         for name in ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids"):
             call.pop(name, None)
         return call, removed
-
-    def _padding(self) -> int:
-        """Return the id that padding is written with; its vectors are masked."""
-        config: Any = getattr(self.model, "generation_config", None)
-        token = getattr(config, "pad_token_id", None)
-        return 0 if token is None else int(token)
 
     def _check(self, call: dict[str, Any]) -> None:
         """Raise ValueError for arguments that can't be combined with merged images."""

@@ -42,21 +42,17 @@ class Check:
 def examine(choice: ModelChoice) -> list[Check]:
     """Run every check. Nothing is downloaded unless `choice` names a hub model."""
     with doing("examining this machine and the model"):
-        return _examine(choice)
-
-
-def _examine(choice: ModelChoice) -> list[Check]:
-    first = _guarded("device", lambda: _device(pick_device(choice.device)))
-    if first.state == "fail":
-        choice = replace(choice, device="cpu")
-    device = pick_device(choice.device)
-    return [
-        *_versions(),
-        first,
-        _guarded("attention", lambda: _attention(device)),
-        _guarded("merging", lambda: _merging(device)),
-        _guarded("model", lambda: _model(choice)),
-    ]
+        first = _guarded("device", lambda: _device(pick_device(choice.device)))
+        if first.state == "fail":
+            choice = replace(choice, device="cpu")
+        device = pick_device(choice.device)
+        return [
+            *_versions(),
+            first,
+            _guarded("attention", lambda: _attention(device)),
+            _guarded("merging", lambda: _merging(device)),
+            _guarded("model", lambda: _model(choice)),
+        ]
 
 
 def print_checks(checks: Sequence[Check]) -> None:

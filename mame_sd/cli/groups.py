@@ -8,7 +8,7 @@ from typing import Any
 from mame_sd.cli.console import note
 from mame_sd.cli.options import FieldOptions
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, unexpected
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.merging import settings_of
 from mame_sd.runs.model_files import ModelChoice
@@ -30,9 +30,7 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         if self.num is not None and self.num < 1:
-            raise UserError(
-                f"--num: expected at least 1, got {self.num}; raise it, or leave it out for all"
-            )
+            raise unexpected("--num", "at least 1", self.num, "raise it, or leave it out for all")
 
     def or_demo(self) -> PromptOptions:
         """Return these, or the first 8 of the demo if no prompts are given."""

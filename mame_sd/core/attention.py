@@ -131,16 +131,7 @@ def _check_call(
     draw: Any = None,
     leader: Any = None,
 ) -> None:
-    """Raise ValueError if arguments of the attention don't fit its queries and keys.
-
-    Args:
-        q: queries [B, H, Q, D].
-        k: keys [B, H', N, D].
-        attn_mask: boolean or added to the logits, broadcast to [B, H, Q, N].
-        scale: a finite number.
-        draw: LongTensor [1] in [0, DRAWS).
-        leader: LongTensor [B] in [0, B).
-    """
+    """Raise ValueError if arguments don't fit queries [B, H, Q, D] and keys [B, H', N, D]."""
     if attn_mask is not None:
         sizes = [*q.shape[:3], k.shape[2]]
         fits = isinstance(attn_mask, Tensor) and 0 < attn_mask.dim() <= 4

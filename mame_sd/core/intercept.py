@@ -330,7 +330,7 @@ class SDPAInterceptor(TorchFunctionMode):
             return args[0].unflatten(*args[1:], **kwargs)
         if (func is not SDPA and func is not F.scaled_dot_product_attention) or self.job.inside:
             return func(*args, **kwargs)
-        return attend_merged(func, self.job, args, kwargs)
+        return _attend_merged(func, self.job, args, kwargs)
 
 
 def running_job() -> MergeJob | None:
@@ -363,25 +363,19 @@ def watch_replacement() -> None:
     @functools.wraps(kernel)
     def watched(*args: Any, **kwargs: Any) -> Any:
         job = running_job()
-        return kernel(*args, **kwargs) if job is None else attend_merged(kernel, job, args, kwargs)
+        return kernel(*args, **kwargs) if job is None else _attend_merged(kernel, job, args, kwargs)
 
     watched._mame_watched = True  # type: ignore[attr-defined]
     F.scaled_dot_product_attention = watched
 
 
-def attend_merged(
+def _attend_merged(
     kernel: Callable[..., Tensor], job: MergeJob, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call scaled_dot_product_attention, or a function in its place, with merged keys.
 
-    Args:
-        kernel: the attention function.
-        job: the merging of this layer's call.
-        args: positional arguments of the call.
-        kwargs: named arguments of the call. Tensors are [B, H, n, D] or [B, n, D].
-
-    Returns:
-        The attention's output, [B, H, Q, D'] or [B, Q, D'].
+    Tensors among the arguments are [B, H, n, D] or [B, n, D]. The output is [B, H, Q, D'] or
+    [B, Q, D'].
     """
     call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     name = "" if kernel is SDPA else kernel_name(kernel)

@@ -209,23 +209,6 @@ def _is_card(device: torch.device) -> bool:
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
-def least_tokens(
-    given: int | None,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    width: int = 64,
-) -> int:
-    """Return the number of tokens from which on a layer merges.
-
-    Args:
-        given: the user's `min_tokens`. If None, the number depends on the kernel that would run.
-        device: device of the tensors.
-        dtype: dtype of queries, keys and values.
-        width: width of a head.
-    """
-    return kernel_of(device, dtype, width).least if given is None else given
-
-
 def too_little_work(x: Tensor, count: int | None = None) -> str:
     """Return why a layer with the tokens x [B, L, C] is not restored by default.
 

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os import PathLike
 from typing import Any, TypeVar
 
 from diffusers.models.attention_processor import Attention
@@ -20,7 +19,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.compat import names_arguments, require
-from mame_sd.config import MaMeConfig
+from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.core.intercept import Kernel, adapt_kernel
 from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
@@ -45,7 +44,7 @@ from mame_sd.diffusion.hooks import (
     takes_timestep,
 )
 from mame_sd.diffusion.layer import AttentionAdapter, MergeHook
-from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
+from mame_sd.diffusion.processor import MaMeAttnProcessor
 from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.restored_modules import restoring_hooks
 from mame_sd.diffusion.restoring import RestoreHook
@@ -73,7 +72,7 @@ _TEMPORAL = {
 
 def apply_mame(
     target: Any,
-    config: MaMeConfig | str | PathLike[str] | None = None,
+    config: ConfigOrFile = None,
     kernel: Kernel | None = None,
     **fields: Any,
 ) -> MaMeHandle:
@@ -97,7 +96,8 @@ def apply_mame(
             name that merging needs (`mame_sd.compat`).
     """
     require("torch", "diffusers")
-    handle = build_handle(target, make_config(config, fields), kernel=kernel)
+    given = (read_config(config) or MaMeConfig()).replace(**fields)
+    handle = build_handle(target, given, kernel=kernel)
     watch_kernels()
     with CHANGES:
         check_idle(handle.root, "apply_mame")

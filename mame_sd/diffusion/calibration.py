@@ -190,7 +190,8 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
         ValueError: there are several denoisers, the settings have a tau, or no block could merge.
     """
     _check(handle)
-    clock, base = clock_of(device_of(handle.root)), base_of(handle.config)
+    clock = clock_of(device_of(handle.root))
+    base = handle.config.replace(layers=None, calibrated_for=None)  # which forms override
     forms = {number: base.replace(**FORMS[number]) for number in forms_of(handle)}
     for config in forms.values():
         with handle.using(config):  # installs all hooks before the first call
@@ -198,9 +199,9 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
     blocks, stats = blocks_of(handle)
     rows: dict[str, list[Row]] = {}  # of the latest call
 
-    def measure_forms(name: str, again: Callable[[], Any], output: Any) -> None:
-        """Measure the forms that act in full in a block."""
-        rows[name] = []
+    def measure_forms(name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Measure the forms that act in full in a block which has run."""
+        rows[name], again = [], partial(block.forward, *args, **kwargs)
         for number, config in forms.items():
             for one in stats[name]:
                 one.reset()
@@ -209,10 +210,6 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
             acting = {FIELD[one.kind] for one in stats[name] if one.last_reason is None}
             if acting == _merges(number):
                 rows[name].append((number, seconds, relative_error(merged, output)))
-
-    def alone(config: MaMeConfig, _: str, again: Callable[[], Any], __: Any) -> Any:
-        with handle.using(config):
-            return again()
 
     with handle.paused():
         with recorded(handle.root) as calls:
@@ -224,7 +221,10 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
         found.forward.append(seconds)
         rows.clear()
         with handle.using(forms[0]):  # not paused, so that the hooks note how tokens lie
-            with watched(blocks, measure_forms):
+            with ExitStack() as hooks:
+                for name, block in blocks.items():
+                    hook = partial(measure_forms, name)
+                    hooks.enter_context(block.register_forward_hook(hook, with_kwargs=True))
                 calls[at]()
             for name, measured in rows.items():
                 if len(measured) == 1:  # no form acts in this block
@@ -234,7 +234,8 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
                 if len(effects) < len(AT):
                     _, *merged = sorted(measured, key=lambda row: (row[0] > 0, row[2]))
                     number, _, error = merged[len(merged) // 2]
-                    with watched({name: blocks[name]}, partial(alone, forms[number])):
+                    alone = {"*": False, name: FORMS[number]}
+                    with handle.using(base, layers=alone):
                         effects.append((relative_error(calls[at](), output), error))
     handle.reset()
     if not found.blocks:
@@ -257,11 +258,6 @@ def _check(handle: MaMeHandle) -> None:
             "calibrate: expected no tau, for it tries shares of keys to keep, got"
             f" tau={handle.config.tau:g}; set keep first"
         )
-
-
-def base_of(config: MaMeConfig) -> MaMeConfig:
-    """Return the settings that forms override, which belong to no layer and no model."""
-    return config.replace(layers=None, calibrated_for=None)
 
 
 def _merges(number: int) -> set[str]:
@@ -316,27 +312,6 @@ def recorded(model: nn.Module) -> Iterator[list[Callable[[], Any]]]:
         hook.remove()
 
 
-@contextmanager
-def watched(
-    blocks: Mapping[str, nn.Module], run: Callable[[str, Callable[[], Any], Any], Any]
-) -> Iterator[None]:
-    """Call `run` whenever one of some blocks has run.
-
-    Args:
-        blocks: the blocks by name.
-        run: called with the block's name, a function that computes the call again, and its output.
-            What it returns replaces the output, unless it is None.
-    """
-    with ExitStack() as hooks:
-        for name, module in blocks.items():
-
-            def hook(of: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> Any:
-                return run(name, partial(of.forward, *args, **kwargs), output)
-
-            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-        yield
-
-
 def calibrated(handle: MaMeHandle, found: Measurement, about: Mapping[str, Any]) -> Calibration:
     """Estimate the cost of each block's options from measured numbers.
 
@@ -352,7 +327,7 @@ def calibrated(handle: MaMeHandle, found: Measurement, about: Mapping[str, Any])
         "torch": str(torch.__version__),
         **about,
     }
-    base = base_of(handle.config)
+    base = handle.config.replace(layers=None, calibrated_for=None)
     return Calibration(base, handle.described, forward, options(found), said)
 
 

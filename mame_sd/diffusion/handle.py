@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.diffusion.calibration import (
     Calibration,
     Measurement,
@@ -26,12 +26,11 @@ from mame_sd.diffusion.families.family import class_names
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
-from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.restoring import BlockHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
-from mame_sd.handle import Handle, check_config
+from mame_sd.handle import Handle
 from mame_sd.layer_rules import means
 from mame_sd.refused import known_as
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
@@ -129,7 +128,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
 
     def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> ResolvedConfig:
         setting = self._shared.setting
-        asked = make_config(setting.asked if config is None else config, fields)
+        asked = (config or setting.asked).replace(**fields)
         return self._setting(asked, setting.active)
 
     def _use(self, settings: ResolvedConfig) -> None:
@@ -160,7 +159,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
         return " and ".join(dict.fromkeys(kinds))
 
     @contextmanager
-    def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
+    def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:
         """Change the settings for this task alone, for a `with` block.
 
         Several threads and coroutines may generate at once, each with its own settings. Merging is
@@ -176,16 +175,16 @@ class MaMeHandle(Handle[ResolvedConfig]):
         in another thread: use `set` there.
 
         Args:
-            config: replaces all settings. If None, the current settings stay.
+            config: replaces all settings, or a .json file that does. If None, they stay.
             fields: fields of MaMeConfig, over those of `config`.
 
         Raises:
             RuntimeError: merging was removed or replaced.
             ValueError: as for `set`.
         """
-        check_config(config)
+        given = read_config(config)
         self._check_change("using")
-        asked = make_config(self._shared.now.asked if config is None else config, fields)
+        asked = (given or self._shared.now.asked).replace(**fields)
         new = self._setting(asked, True)
         with CHANGES:
             self._put(self._needed(new))

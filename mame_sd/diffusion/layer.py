@@ -247,7 +247,8 @@ class LayerHook:
     """
 
     name: str
-    entry: Any = None  # replaces the module's forward, a method of a MergedForward
+    replacement = MergedForward
+    entry: Any = None  # replaces the module's forward, a method of `replacement`
 
     def __init__(
         self, shared: HandleState, stats: LayerStats, layouts: PerThread | None, number: int = 0
@@ -258,6 +259,11 @@ class LayerHook:
         self.shared = shared
         self.stats = stats
         self.layouts = layouts
+
+    def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
+        """Return the function that replaces `inner`, the own forward of a module."""
+        self.entry = self.replacement(module, self, inner).forward
+        return self.entry
 
     @property
     def setting(self) -> ResolvedConfig:
@@ -322,11 +328,6 @@ class MergeHook(LayerHook):
         super().__init__(shared, stats, layouts, number)
         self.layer = layer
 
-    def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
-        """Return the function that replaces `inner`, the own forward of a module."""
-        self.entry = MergedForward(module, self, inner).forward
-        return self.entry
-
 
 def merged_call(
     layer: AttentionAdapter,
@@ -358,25 +359,29 @@ def merged_call(
             return merged_call(layer, call, layout, config, stats, step, kernel)
     route = layer.route(call, layout, config)
     keeps_all = config.keep == 1 and config.tau is None and config.reference_share is None
-    if isinstance(route, str) or keeps_all:
+    merges = not (isinstance(route, str) or keeps_all)
+    if not merges:
         why = route if isinstance(route, str) else KEEPS_ALL
         stats.skipped(why, layer.count(call, layout))
         if rows is not None and config.tau is None:
             route = layer.route(call, layout, of_all_keys(config))
-        if rows is None or isinstance(route, str):
+        if rows is None:
             return call.run()
-        return _of_some_queries(layer, route, rows, stats, kernel)
+    if isinstance(route, str):
+        return call.run()
     size = route.tokens.size
     if config.tau is not None:
         assert route.merge_tokens is not None
         plan = layer.plan(route)
         stats.merged((plan,), size, route.note)
         return route.merge_tokens(route, plan)
-    job = layer.job(route, stats.name, step())
-    job.kernel = kernel
+    job = layer.job(route, stats.name, step() if merges else NO_STEP)
+    job.merges, job.kernel = merges, kernel
     job.rows = None if rows is None else rows.chosen.at
     with SDPAInterceptor(job):
         output = call.run() if route.run is None else route.run()
+    if not merges:  # the block's queries alone were computed
+        return output
     if job.merged is None:
         stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
     else:
@@ -385,23 +390,6 @@ def merged_call(
         note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
-
-
-def _of_some_queries(
-    layer: AttentionAdapter,
-    route: Route,
-    rows: Rows,
-    stats: LayerStats,
-    kernel: KernelAdapter | None,
-) -> Any:
-    """Compute a call whose keys don't merge, for the queries of `rows` only.
-
-    All other queries are zero before the output projection.
-    """
-    job = layer.job(route, stats.name, NO_STEP)
-    job.merges, job.kernel, job.rows = False, kernel, rows.chosen.at
-    with SDPAInterceptor(job):
-        return route.call.run() if route.run is None else route.run()
 
 
 def of_all_keys(config: MaMeConfig) -> MaMeConfig:

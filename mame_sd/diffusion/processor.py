@@ -15,14 +15,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from functools import partial
-from os import PathLike
 from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.families.attention import PlainAttention, fixed_reason
 from mame_sd.diffusion.families.processors import default_processor, processed
@@ -31,31 +30,13 @@ from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_repo
 
 _UNCOUNTED = LayerStats("compiled")
 _LAYER = PlainAttention()
-
-
-def make_config(
-    config: MaMeConfig | str | PathLike[str] | None, fields: dict[str, Any]
-) -> MaMeConfig:
-    """Return `config` with the given `fields` over it.
-
-    Args:
-        config: settings or a file of settings. If None, the measured default.
-        fields: fields of MaMeConfig.
-
-    Raises:
-        TypeError: `config` is no MaMeConfig.
-        ValueError: a field is unknown or out of its range.
-    """
-    if config is None:
-        return MaMeConfig.from_dict(fields)
-    if isinstance(config, (str, PathLike)):
-        config = MaMeConfig.from_file(config)
-    if not isinstance(config, MaMeConfig):
-        raise TypeError(
-            f"config: expected a MaMeConfig or a file of settings, got {config!r}; write"
-            " MaMeConfig(tau=0.8) or tau=0.8"
-        )
-    return config.replace(**fields) if fields else config
+# Settings that only hooks support, with the reason why a processor can't.
+_BY_HOOKS = {
+    "references": "sees no reference images",
+    "mlp_keep": "sees attention alone",
+    "block_keep": "sees attention alone",
+    "layers": "does not know the names of layers",
+}
 
 
 class MaMeAttnProcessor:
@@ -65,7 +46,7 @@ class MaMeAttnProcessor:
     With `keep` keys and values merge.
 
     Args:
-        config: the settings. If None, the measured default.
+        config: the settings, or a .json file of them. If None, the measured default.
         inner: the processor that computes attention. If None, the one that diffusers installs on
             each module by default.
         fields: fields of MaMeConfig except `references`, `mlp_keep`, `block_keep` and `layers`,
@@ -76,25 +57,13 @@ class MaMeAttnProcessor:
         ValueError: a field is unknown, out of its range, or not supported by a processor.
     """
 
-    def __init__(
-        self, config: MaMeConfig | None = None, *, inner: Any = None, **fields: Any
-    ) -> None:
-        self.config = make_config(config, fields)
-        if self.config.references is not None:
-            raise ValueError(
-                "references: expected none, got"
-                f" {self.config.references!r}: a processor sees no reference images; use apply_mame"
-            )
-        for name in ("mlp_keep", "block_keep"):
-            if (share := getattr(self.config, name)) is not None:
+    def __init__(self, config: ConfigOrFile = None, *, inner: Any = None, **fields: Any) -> None:
+        self.config = (read_config(config) or MaMeConfig()).replace(**fields)
+        for name, reason in _BY_HOOKS.items():
+            if (value := getattr(self.config, name)) is not None:
                 raise ValueError(
-                    f"{name}: expected none, got {share!r}: a processor sees attention alone; use"
-                    " apply_mame"
+                    f"{name}: expected none, got {value!r}: a processor {reason}; use apply_mame"
                 )
-        if self.config.layers is not None:
-            raise ValueError(
-                "layers: a processor does not know the names of layers; use apply_mame"
-            )
         if inner is not None and (isinstance(inner, type) or not callable(inner)):
             raise TypeError(
                 f"inner: expected an attention processor, got {inner!r}; give one that was made"
@@ -144,17 +113,21 @@ class MaMeAttnProcessor:
             "ip_adapter_masks": ip_adapter_masks,
             "ip_hidden_states": ip_hidden_states,
         }
+        compiling = torch.compiler.is_compiling()
         run, kind = partial(processed, inner, attn), type(inner).__name__
         call = LayerCall(attn, run, arguments, processor=inner, kind=kind)
         crossed = encoder_hidden_states is not None or fixed_reason(attn) == "cross-attention"
         if crossed or hidden_states.dim() != 3:
-            if not torch.compiler.is_compiling():
+            if not compiling:
                 other = f"input of {hidden_states.dim()} dimensions"
                 self._passed["cross-attention" if crossed else other] += 1
             return call.run()
-        stats = self._stats_of(attn)
+        if not compiling and attn not in self._stats:
+            name = f"self-attention {len(self._stats)} ({attn.query_dim} channels)"
+            self._stats[attn] = LayerStats(name)
+        stats = _UNCOUNTED if compiling else self._stats[attn]
         output: Tensor = merged_call(_LAYER, call, None, self.config, stats)
-        if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():
+        if NO_SIZE in stats.note and not self._warned and not compiling:
             self._warned = True
             warnings.warn(
                 f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2
@@ -182,15 +155,6 @@ class MaMeAttnProcessor:
         """Drop all counters."""
         self._stats.clear()
         self._passed.clear()
-
-    def _stats_of(self, attn: Attention) -> LayerStats:
-        if torch.compiler.is_compiling():
-            return _UNCOUNTED
-        if attn not in self._stats:
-            self._stats[attn] = LayerStats(
-                f"self-attention {len(self._stats)} ({attn.query_dim} channels)"
-            )
-        return self._stats[attn]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the counters out: they belong to this model's modules."""

@@ -51,10 +51,6 @@ class TokensCall(NamedTuple):
     """Describe one call of a module with tokens, whose own forward is `forward`.
 
     Attributes:
-        module: the module.
-        forward: its own forward.
-        args: positional arguments.
-        kwargs: named arguments.
         name: name of the argument that holds the tokens. If None, the first positional one does.
         x: the tokens [B, L, C], or anything else in a call that can't be restored.
     """
@@ -81,6 +77,29 @@ class TokensCall(NamedTuple):
         return (*self.args[1:], *named)
 
 
+class RestoringForward(MergedForward):
+    """Replace the `forward` of a module that has a RestoreHook, in copies of the module too."""
+
+    hook: Any
+
+    @outside_old_graphs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output, restored if the hook can restore it."""
+        if self.hook is None:
+            return self.inner(*args, **kwargs)
+        name, x = (None, args[0]) if args else _named_tokens(kwargs)
+        output: Any = self.hook.output(TokensCall(self.module, self.inner, args, kwargs, name, x))
+        return output
+
+
+def _named_tokens(kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """Return the argument that holds a module's tokens and its name, or None if there is none."""
+    for name in ("hidden_states", "x", "hidden_state", *kwargs):
+        if isinstance(kwargs.get(name), Tensor):
+            return name, kwargs[name]
+    return None, None
+
+
 class RestoreHook(LayerHook):
     """Base of the hooks on MLPs, blocks and parts of blocks.
 
@@ -95,6 +114,7 @@ class RestoreHook(LayerHook):
     """
 
     name = "mame_restore"
+    replacement = RestoringForward
     never = ""
     keep_of = ""
     for_mlps = False
@@ -105,11 +125,6 @@ class RestoreHook(LayerHook):
     ) -> None:
         super().__init__(shared, stats, layouts, number)
         self.family = family
-
-    def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
-        """Return the function that replaces `inner`, the own forward of a module."""
-        self.entry = RestoringForward(module, self, inner).forward
-        return self.entry
 
     def output(self, call: TokensCall) -> Any:
         """Return the output of the module in a call."""
@@ -201,29 +216,6 @@ class RestoreHook(LayerHook):
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """Return the position of the image's first token in the input, or None if it has none."""
         return image_start(tokens, x)
-
-
-class RestoringForward(MergedForward):
-    """Replace the `forward` of a module that has a RestoreHook, in copies of the module too."""
-
-    hook: Any
-
-    @outside_old_graphs
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output, restored if the hook can restore it."""
-        if self.hook is None:
-            return self.inner(*args, **kwargs)
-        name, x = (None, args[0]) if args else _named_tokens(kwargs)
-        output: Any = self.hook.output(TokensCall(self.module, self.inner, args, kwargs, name, x))
-        return output
-
-
-def _named_tokens(kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """Return the argument that holds a module's tokens and its name, or None if there is none."""
-    for name in ("hidden_states", "x", "hidden_state", *kwargs):
-        if isinstance(kwargs.get(name), Tensor):
-            return name, kwargs[name]
-    return None, None
 
 
 class MLPHook(RestoreHook):

@@ -123,21 +123,6 @@ def glyphs() -> np.ndarray:
     return cells.reshape(-1, side, side, 4)[: len(glyph_names())]
 
 
-def composite(rgba: np.ndarray, background: str) -> np.ndarray:
-    """Put glyphs with straight alpha on a plain background.
-
-    Args:
-        rgba: uint8 [..., H, W, 4].
-        background: one of BACKGROUNDS.
-
-    Returns:
-        uint8 [..., H, W, 3].
-    """
-    alpha = rgba[..., 3:].astype(np.float32) / 255
-    color = np.array(BACKGROUNDS[background], np.float32)
-    return np.rint(rgba[..., :3] * alpha + color * (1 - alpha)).astype(np.uint8)
-
-
 def render(name: str, background: str) -> Image.Image:
     """Draw the picture that `caption` describes, 256 x 256.
 
@@ -149,4 +134,7 @@ def render(name: str, background: str) -> Image.Image:
             f"expected a glyph of glyph_names() and one of {list(BACKGROUNDS)}, got {name!r} on"
             f" {background!r}"
         )
-    return Image.fromarray(composite(glyphs()[glyph_names().index(name)], background))
+    rgba = glyphs()[glyph_names().index(name)]
+    alpha = rgba[..., 3:].astype(np.float32) / 255
+    color = np.array(BACKGROUNDS[background], np.float32)
+    return Image.fromarray(np.rint(rgba[..., :3] * alpha + color * (1 - alpha)).astype(np.uint8))

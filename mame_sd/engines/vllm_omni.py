@@ -104,17 +104,8 @@ class MergedImpl(SDPAImpl):
     ) -> Tensor:
         """Compute attention over merged keys.
 
-        Calls without a layout (attention to text, refiners) go to the engine's own implementation.
-
-        Args:
-            query: [B, L, H, D].
-            key: [B, L, H, D].
-            value: [B, L, H, D].
-            attn_metadata: the engine's metadata of the call.
-            mask_mode: as in the engine.
-
-        Returns:
-            [B, L, H, D].
+        Tensors are [B, L, H, D], the output too. Calls without a layout (attention to text,
+        refiners) go to the engine's own implementation.
 
         Raises:
             RuntimeError: this rank has only a part of the queries.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.compat import outside_old_graphs, parameters_of
+from mame_sd.compat import IMPLEMENTATION, outside_old_graphs, parameters_of
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import CONVOLUTIONS
 from mame_sd.perception.encoder_registry import Encoder
@@ -224,7 +224,7 @@ class FeatureMaps(HookOwner):
 
 def no_sizes(model: Any) -> str:
     """Return why attention of `model` can't use token sizes as it is set now; empty if it can."""
-    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    kind = getattr(getattr(model, "config", None), IMPLEMENTATION, None)
     if kind not in _ATTENTION:
         return (
             f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one"

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, read_config
 from mame_sd.core.paper import Plan
-from mame_sd.handle import Handle, check_config
+from mame_sd.handle import Handle
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
@@ -41,8 +41,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
     ) -> None:
-        check_config(config)
-        self.root = root
+        self.root, config = root, read_config(config)
         for name, value in (("restore", restore), ("prop_attn", prop_attn)):
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}: expected True, False or None, got {value!r}")
@@ -64,7 +63,12 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             self._paper or not (spec.adds_mask and _has_mask(spec, modules[0]))
         ):
             prop_attn = False
-        _check_mask(prop_attn, spec, modules[0])
+        if prop_attn and not _has_mask(spec, modules[0]):
+            attention = type(modules[0].get_submodule(spec.attention[1])).__name__
+            raise ValueError(
+                f"prop_attn: expected attention that takes an argument {spec.mask!r}, which"
+                f" {attention} does not; leave it out, or update the library that the model is of"
+            )
         self._shared = ForwardState(self.encoder, spec, modules, restore, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
@@ -213,16 +217,6 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             put(*placed)
         for inner in self._inner:
             inner.place()
-
-
-def _check_mask(prop_attn: bool | None, spec: Encoder, block: nn.Module) -> None:
-    """Raise ValueError for proportional attention in blocks whose attention takes no mask."""
-    if prop_attn and not _has_mask(spec, block):
-        attention = type(block.get_submodule(spec.attention[1])).__name__
-        raise ValueError(
-            f"prop_attn: expected attention that takes an argument {spec.mask!r}, which"
-            f" {attention} does not; leave it out, or update the library that the model is of"
-        )
 
 
 def _has_mask(spec: Encoder, block: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line, unexpected
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import dtype_argument, pick_device, pick_dtype
-from mame_sd.runs.loras import add_loras
 from mame_sd.runs.model_files import (
     ModelChoice,
     check_tokenizers,
     digest_of,
     find_model,
+    read_lora,
 )
 from mame_sd.runs.single_file import load_single_file
 
@@ -208,6 +208,33 @@ def _set_scheduler(pipe: Any, name: str) -> None:
         allowed = f"one that fits the model's ({', '.join(sorted(kinds))})"
         advice = "leave it out for the model's own"
         raise unexpected("--scheduler", allowed, f"{name}{why}", advice) from None
+
+
+def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
+    """Load LoRAs as `read_lora` takes them into a pipeline, and switch all of them on.
+
+    If `offline`, the hub is never asked.
+
+    Raises:
+        UserError: one is made for another model, or PEFT is missing.
+    """
+    scales = {}
+    for number, (source, scale) in enumerate(map(read_lora, loras)):
+        path, scales[f"lora{number}"] = Path(source), scale
+        where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}
+        place = str(path.parent) if path.is_file() else source
+        try:
+            pipe.load_lora_weights(
+                place, adapter_name=f"lora{number}", local_files_only=offline, **where
+            )
+            pipe.set_adapters(list(scales), list(scales.values()))
+        except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
+            peft = "PEFT" in str(error)
+            hint = "pip install peft" if peft else "check that it was made for this model"
+            raise UserError(
+                f"--lora {source}: expected a LoRA for {type(pipe).__name__}, but"
+                f" {first_line(error)}; {hint}"
+            ) from error
 
 
 def check_text_to_image(kind: Any, name: str) -> None:

@@ -203,7 +203,10 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
         except FileNotFoundError as error:
             raise UserError(f"{flag} {name}: {error}") from None
     if os.path.isfile(path) or not HUB_ID.fullmatch(name):
-        raise _no_such_model(name, flag)
+        found = "got a file" if os.path.isfile(path) else "found nothing there"
+        raise UserError(
+            f"{flag} {name}: expected a folder or a hub id (owner/name), {found}; check the path"
+        )
     try:
         return Path(download(name))
     except Exception as error:  # offline, unknown, gated, no such revision
@@ -212,13 +215,6 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
             f"{flag} {name}: expected a folder, or a model of the hub that can be reached or is"
             f" cached, but {reason}; check the name and the network, or give a folder"
         ) from error
-
-
-def _no_such_model(name: str, flag: str) -> UserError:
-    found = "got a file" if os.path.isfile(name) else "found nothing there"
-    return UserError(
-        f"{flag} {name}: expected a folder or a hub id (owner/name), {found}; check the path"
-    )
 
 
 def check_tokenizers(folder: Path, flag: str = "--model") -> None:

@@ -34,7 +34,7 @@ def sample(
         UserError: the pipeline does not take an argument.
         MachineError: pixels are not finite (16-bit overflow), or there is not enough memory.
     """
-    call = arguments_of(model, settings, jobs)
+    call = _arguments(model, settings, jobs)
     if on_step is not None and "callback_on_step_end" in model.arguments:
 
         def tell(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -64,16 +64,10 @@ def sample(
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
 
 
-def arguments_of(
+def _arguments(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job]
 ) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call, or raise UserError if it ignores one of them.
-
-    Args:
-        model: the model.
-        settings: how images are sampled.
-        jobs: the jobs.
-    """
+    """Return the arguments of the pipeline's call, or raise UserError if it ignores one of them."""
     steered, kind = any(job.steered for job in jobs), type(model.pipe).__name__
     argument, _ = guidance_of(model.pipe)
     call: dict[str, Any] = {

@@ -66,7 +66,9 @@ def test_rules_for_another_model_are_refused_and_change_nothing() -> None:
                 call(**fields)
     assert handle.installed
     assert handle.config == MaMeConfig(**SMALL)
-    with pytest.raises(ValueError, match="layers: a processor does not know the names"):
+    with pytest.raises(
+        ValueError, match=r"layers: expected none.*processor does not know the names"
+    ):
         MaMeAttnProcessor(layers={UP: False})
 
 
@@ -87,6 +89,11 @@ def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
         assert 0.75 in shares(other).values()
         assert 0.25 in shares(other).values()
     config = MaMeConfig.from_file(file)
+    with mame(unet, keep=0.75) as other:
+        other.set(file)
+        assert other.config == config
+        with other.using(str(file), fit_queries=4):
+            assert other.config == config.replace(fit_queries=4)
     assert hash(config) == hash(MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))))
     assert config != config.replace(layers=dict(reversed(rules.items()))), "their order counts"
     folder = save_tiny_pipeline(tmp_path / "tiny")

@@ -18,8 +18,7 @@ from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from mame_sd.runs.loading import load_model
-from mame_sd.runs.loras import add_loras
+from mame_sd.runs.loading import add_loras, load_model
 from mame_sd.runs.model_files import ModelChoice
 
 

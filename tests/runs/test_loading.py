@@ -36,7 +36,7 @@ from mame_sd.runs.loading import (
 )
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.prompt_files import prompts_from_texts
-from mame_sd.runs.sampling import arguments_of, sample
+from mame_sd.runs.sampling import _arguments, sample
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
@@ -163,7 +163,7 @@ def test_guidance_is_the_argument_that_steers_away_from_a_negative_prompt() -> N
         pipe = kind.__new__(kind)  # its arguments alone decide
         settings = GenerateSettings(negative_prompt=negative, guidance=guidance)
         model = LoadedModel(pipe=pipe, identity={}, guidance=guidance_of(pipe)[1])
-        return arguments_of(model, settings, jobs_of(prompts_from_texts(["key"]), settings))
+        return _arguments(model, settings, jobs_of(prompts_from_texts(["key"]), settings))
 
     assert call(QwenImagePipeline, None, None)["true_cfg_scale"] == 4.0
     qwen, flux = call(QwenImagePipeline, "red", 7.0), call(FluxPipeline, None, 7.0)

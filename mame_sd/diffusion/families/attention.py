@@ -96,8 +96,8 @@ class SequenceAttention(AttentionAdapter):
             return Route(
                 call, config, layout, first, merge_tokens=self._tokens_merged, feature=image
             )
-        registry = getattr(call.module, "_diffusers_hook", None)
-        if registry is not None and _skips_scores(registry):
+        hooks = getattr(getattr(call.module, "_diffusers_hook", None), "hooks", {})
+        if any(getattr(hook, "skip_attention_scores", False) for hook in hooks.values()):
             return LAYER_SKIP
         before, after = first, hidden.shape[1] - first - layout.count
         text = 0 if family.joint is None else _text_length(family, given, layout)
@@ -220,14 +220,6 @@ def fixed_reason(attn: Any) -> str | None:
         "linear attention": "Linear" in type(attn.processor).__name__,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _skips_scores(registry: Any) -> bool:
-    """Return True if diffusers' layer skip replaces attention by the values.
-
-    It does so only if there are as many values as queries. `registry` holds the module's hooks.
-    """
-    return any(getattr(h, "skip_attention_scores", False) for h in registry.hooks.values())
 
 
 def _skip_reason(

@@ -442,13 +442,8 @@ def _flat(size: Any) -> tuple[int, ...]:
 
 def _grid(places: Tensor) -> tuple[int, ...]:
     """Return (h, w) of (row, column) pairs [L, 2] that are a grid, row by row, else (L,)."""
-    places = places - places.amin(0)
-    h, w = (int(n) + 1 for n in places.amax(0))
-    if len(places) == h * w:
-        every = (torch.arange(n, device="cpu", dtype=places.dtype) for n in (h, w))
-        if torch.equal(places, torch.cartesian_prod(*every)):
-            return h, w
-    return (len(places),)
+    sizes = _images(places)
+    return sizes[0] if len(sizes) == 1 else (len(places),)
 
 
 def _images(places: Tensor) -> list[tuple[int, ...]]:
