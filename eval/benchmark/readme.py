@@ -226,7 +226,7 @@ def markdown(
     Args:
         content: The content of the JSON file.
         names: Names of the cases to show. If empty, all.
-        intervals: True to show the 95 % intervals of times as fast.
+        intervals: True to show the 95 % intervals of the PSNR and of times as fast.
         rows: Names of the rows to show. If empty, all.
     """
     cases = {name: case for name, case in content["cases"].items() if not names or name in names}
@@ -247,15 +247,16 @@ def markdown(
 
 
 def _cell(values: Mapping[str, Any], intervals: bool) -> str:
-    """Format a row's values in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`.
+    """Format a row's values in a case, such as `31.5 ± 0.7 dB (25.1), 1.15 times (1.13 to 1.18)`.
 
     After the PSNR is that within the object, or that of the changes from frame to frame of a clip.
     """
     parts = []
     if "psnr" in values:
-        second = values.get("psnr_object") or values.get("psnr_changes")
+        near, second = values["psnr"], values.get("psnr_object") or values.get("psnr_changes")
+        within = f" ± {(near['high'] - near['low']) / 2:.1f}" if intervals and near["high"] else ""
         inside = f" ({second['mean']:.1f})" if second else ""
-        parts.append(f"{values['psnr']['mean']:.1f} dB{inside}")
+        parts.append(f"{near['mean']:.1f}{within} dB{inside}")
     for name, label, digits in (
         ("fid", "FID", 1), ("is", "IS", 2), ("fd_dinov2", "FD", 1), ("kid_dinov2", "KID", 2),
         ("clip_score", "CLIP", 1),
