@@ -11,7 +11,6 @@ is compared with float64: if the fast path computes something else, there is no 
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import parser_of
 from mame_sd import attention
 from mame_sd.eval.tables import markdown_table
 from mame_sd.eval.timing import in_turns, quartiles, seconds_of, times_as_fast
@@ -76,9 +76,7 @@ def row(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of tensors"

@@ -15,15 +15,13 @@ Half of the edits change the ground, the others the object. Cells are means over
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from benchmarks import decibels, parser_of
 from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.eval.instruments.edits import GRID, TEXT, Editor, captions_states, load_editor
-from mame_sd.eval.instruments.flow import times
+from mame_sd.eval.instruments.flow import euler, noise_of, times
 from mame_sd.eval.instruments.models import WEIGHTS
 from mame_sd.eval.tables import markdown_table
 from mame_sd.eval.timing import in_turns, seconds_of
@@ -169,68 +168,30 @@ ROWS = {
 @torch.no_grad()
 def edited(editor: Editor, row: Row, edits: Edits, steps: int, seed: int) -> Tensor:
     """Return a row's edits as latents [N, 4, 64, 64]; noise i is drawn by `seed` + i."""
-    seeds = (torch.Generator().manual_seed(seed + i) for i in range(len(edits.words)))
-    state = torch.stack([torch.randn(edits.references.shape[1:], generator=g) for g in seeds])
-    references = edits.references.roll(1, 0) if row.other else edits.references
+    state = noise_of(edits.references.shape[1:], len(edits.words), seed)
+    references = (edits.references.roll(1, 0) if row.other else edits.references)[:, None]
+
+    def velocity(state: Tensor, time: float) -> Tensor:
+        at = torch.full((len(state),), time)
+        return editor(state, at, references, edits.words, edits.pooled)
+
     with row.on(editor):
-        for time, following in pairwise(times(steps - row.fewer, SHIFT)):
-            at = torch.full((len(state),), time)
-            velocity = editor(state, at, references[:, None], edits.words, edits.pooled)
-            state = state + (following - time) * velocity
-    return state
+        return euler(velocity, state, times(steps - row.fewer, SHIFT))
 
 
-def decibels(samples: Tensor, reference: Tensor, where: Tensor | None = None) -> list[float]:
-    """Return the PSNR of each sample in -1..1, of the pixels `where` [N, H, W] alone."""
-    error = (samples - reference).square().mean(1)
-    where = torch.ones_like(error, dtype=torch.bool) if where is None else where
-    mean = (error * where).sum((1, 2)) / where.sum((1, 2)).clamp_min(1)
-    return (10 * torch.log10(4 / mean.clamp_min(1e-12))).tolist()
-
-
-class Measurement:
-    """Rows of the editor, compared with its unmerged edits."""
-
-    def __init__(self, editor: Editor, edits: Edits, steps: int, batch: int) -> None:
-        self.editor, self.edits, self.steps, self.batch = editor, edits, steps, batch
-        self.vae = load_autoencoder()
-        self.reference = self.pictures(ROWS["unmerged"])
-
-    @torch.no_grad()
-    def pictures(self, row: Row) -> Tensor:
-        """Return a row's edits [N, 3, 256, 256], in -1..1."""
-        made = []
-        for at in range(0, len(self.edits.words), self.batch):
-            part = self.edits.part(slice(at, at + self.batch))
-            latents = edited(self.editor, row, part, self.steps, at)
-            made.append(self.vae.decode(latents / self.vae.config.scaling_factor).sample)
-        return torch.cat(made).clamp(-1, 1)
-
-    def measure(self, row: Row) -> list[list[float]]:
-        """Return dB to the unmerged edits: of all, of the changed part, of the copied part."""
-        found, changed = self.pictures(row), self.edits.changed
-        return [
-            decibels(found, self.reference),
-            decibels(found, self.reference, changed),
-            decibels(found, self.reference, ~changed),
-        ]
-
-    def seconds(self, names: list[str], rounds: int) -> dict[str, float]:
-        """Return the median CPU seconds of one edit by each row, in interleaved rounds."""
-        one = self.edits.part(slice(0, 1))
-
-        def seconds(name: str) -> float:
-            make = partial(edited, self.editor, ROWS[name], one, self.steps, 0)
-            return seconds_of(make, torch.device("cpu"))[1]
-
-        return {name: median(taken) for name, taken in in_turns(names, rounds, seconds).items()}
+@torch.no_grad()
+def pictures(editor: Editor, row: Row, edits: Edits, steps: int, batch: int) -> Tensor:
+    """Return a row's edits [N, 3, 256, 256] in -1..1, of which `batch` are computed at once."""
+    vae, made = load_autoencoder(), []
+    for at in range(0, len(edits.words), batch):
+        latents = edited(editor, row, edits.part(slice(at, at + batch)), steps, at)
+        made.append(vae.decode(latents / vae.config.scaling_factor).sample)
+    return torch.cat(made).clamp(-1, 1)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add: Any = parser.add_argument
     add("--weights", type=Path, default=WEIGHTS, help="folder of the instrument's weights")
     add("--edits", type=int, default=16, help="how many (default 16)")
@@ -245,13 +206,22 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--rows: expected names of {', '.join(ROWS)}, got {', '.join(unknown)}")
     torch.set_num_threads(1)
     editor, edits = load_editor(args.weights), draw_edits(args.edits)
-    measurement = Measurement(editor, edits, args.steps, args.batch)
+    reference = pictures(editor, ROWS["unmerged"], edits, args.steps, args.batch)
     names = ["unmerged", *(name for name in names if name != "unmerged")]
     found = {}
     for name in names:
-        found[name] = [fmean(values) for values in measurement.measure(ROWS[name])]
+        made = pictures(editor, ROWS[name], edits, args.steps, args.batch)
+        parts = (None, edits.changed, ~edits.changed)
+        found[name] = [decibels(made, reference, part).mean().item() for part in parts]
         print(f"{name}: " + ", ".join(f"{value:.1f}" for value in found[name]), flush=True)
-    seconds = measurement.seconds(names, args.rounds) if args.rounds else {}
+
+    def one_edit(name: str) -> float:
+        one = edits.part(slice(0, 1))
+        make = partial(edited, editor, ROWS[name], one, args.steps, 0)
+        return seconds_of(make, torch.device("cpu"))[1]
+
+    taken = in_turns(names, args.rounds, one_edit) if args.rounds else {}
+    seconds = {name: median(values) for name, values in taken.items()}
     lines = []
     for name, values in found.items():
         cells = [ROWS[name].label, *(f"{value:.1f}" for value in values)]

@@ -7,8 +7,6 @@ FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -19,59 +17,36 @@ from mame_sd.perception.report import EncoderReport
 HALVED = (3, 6, 9)  # the paper's layers, counted from 0
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A ViT of the paper.
-
-    Attributes:
-        width: Channels.
-        depth: Blocks.
-        heads: Heads.
-        patch: Side of a patch in pixels.
-        printed: The paper's GFLOPs, unmerged.
-        printed_halved: The paper's GFLOPs, halved at layers 3, 6 and 9.
-        printed_last: The paper's GFLOPs, halved at the last layer.
-    """
-
-    width: int
-    depth: int
-    heads: int
-    patch: int
-    printed: float | None = None
-    printed_halved: float | None = None
-    printed_last: float | None = None
-
-
-ARCHITECTURES = {
-    "ViT-Ti": Architecture(192, 12, 3, 16, 1.3, 0.6, 1.2),
-    "ViT-S": Architecture(384, 12, 6, 16, 4.6, 2.1, 4.1),
-    "ViT-B": Architecture(768, 12, 12, 16, 17.6, 8.4, 16.0),
-    "ViT-L": Architecture(1024, 24, 16, 16, 61.6),
-    "ViT-H": Architecture(1280, 32, 16, 14, 167.4),
+# Width, blocks, heads and side of a patch; the paper's GFLOPs: unmerged, halved at layers 3, 6 and
+# 9, and halved at the last layer.
+ARCHITECTURES: dict[str, tuple[int, int, int, int, float, float | str, float | str]] = {
+    "ViT-Ti": (192, 12, 3, 16, 1.3, 0.6, 1.2),
+    "ViT-S": (384, 12, 6, 16, 4.6, 2.1, 4.1),
+    "ViT-B": (768, 12, 12, 16, 17.6, 8.4, 16.0),
+    "ViT-L": (1024, 24, 16, 16, 61.6, "", ""),
+    "ViT-H": (1280, 32, 16, 14, 167.4, "", ""),
 }
 
 
 @torch.no_grad()
-def counted(
-    name: str,
-    blocks: tuple[int, ...] | None = HALVED,
-    keep: float | list[float] | None = 0.5,
-) -> EncoderReport:
-    """Report one image of 224 x 224 through the architecture `name`, merged in `blocks`."""
-    one = ARCHITECTURES[name]
+def counted(name: str, blocks: tuple[int, ...] | None = HALVED) -> EncoderReport:
+    """Report one image of 224 x 224 through the architecture `name`, halved in `blocks`.
+
+    If `blocks` is None, it merges by our default.
+    """
+    width, depth, heads, patch, *_ = ARCHITECTURES[name]
     config = ViTConfig(
-        hidden_size=one.width,
-        intermediate_size=4 * one.width,
-        num_hidden_layers=one.depth,
-        num_attention_heads=one.heads,
-        patch_size=one.patch,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        patch_size=patch,
         image_size=224,
         num_labels=1000,
     )
     with torch.device("meta"):
         model = ViTForImageClassification(config).eval()
-        each = [keep] * len(blocks) if isinstance(keep, float) and blocks else keep
-        handle = apply_encoder(model, keep=each, blocks=blocks)
+        handle = apply_encoder(model, keep=blocks and [0.5] * len(blocks), blocks=blocks)
         model(torch.empty(1, 3, 224, 224))
     return handle.report()
 
@@ -86,21 +61,15 @@ def flops_table() -> str:
         " | last: printed | counted | default"
     )
     rows = []
-    for name, one in ARCHITECTURES.items():
-        reports = [
-            counted(name, blocks)
-            for blocks in (HALVED, tuple(block - 1 for block in HALVED), (-1,))
-        ]
+    for name, (*_, printed, halved, ended) in ARCHITECTURES.items():
+        first = tuple(block - 1 for block in HALVED)
+        reports = [counted(name, blocks) for blocks in (HALVED, first, (-1,))]
         alone = [report.flops - sum(block.merging for block in report.layers) for report in reports]
-        ours = counted(name, blocks=None, keep=None).flops
+        ours = counted(name, None).flops
         cells = (reports[0].flops_before, alone[0], reports[0].flops, *alone[1:], ours)
         before, after, whole, other, last, default = (f"{flops / 1e9:.2f}" for flops in cells)
-        halved, ended = (
-            "" if value is None else f"{value}" for value in (one.printed_halved, one.printed_last)
-        )
-        rows.append(
-            (name, f"{one.printed}", before, halved, after, whole, other, ended, last, default)
-        )
+        line = (name, printed, before, halved, after, whole, other, ended, last, default)
+        rows.append([str(cell) for cell in line])
     return markdown_table(heads.split(" | "), rows)
 
 

@@ -11,7 +11,6 @@ estimates and the true errors over MLPs.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from benchmarks import parser_of
 from mame_sd import mame
 from mame_sd.embedded.model import models_folder
 from mame_sd.embedded.pipeline import embedded_pipeline
@@ -99,9 +99,7 @@ def errors_of(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--num", type=int, default=2, help="samples of each model")
     args = parser.parse_args()
     torch.set_num_threads(1)

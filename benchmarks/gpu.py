@@ -13,7 +13,6 @@ as unmerged a forward is.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from benchmarks import parser_of
 from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd import mame
@@ -370,9 +370,7 @@ def table(row: str, estimates: Mapping[str, Rows]) -> str:
 @torch.no_grad()
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="+", choices=CASES, default=CASES, metavar="NAME")
     parser.add_argument("--card", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
     args = parser.parse_args()

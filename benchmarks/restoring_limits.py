@@ -3,6 +3,7 @@
     python -m benchmarks.restoring_limits contents --pack photographs.npz
     python -m benchmarks.restoring_limits contents --pack photographs.npz --begin 0.6
     python -m benchmarks.restoring_limits contents --pack photographs.npz --guidance 2 --side 82
+    python -m benchmarks.restoring_limits contents --pack photographs.npz --side 48 --width 192
     python -m benchmarks.restoring_limits steps --guidance 1
 
 `contents` adds noise to crops of held-out photographs, and the transformer of photographs denoises
@@ -18,7 +19,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from benchmarks import decibels, parser_of
 from mame_sd import mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.embedded.pipeline import embedded_pipeline
@@ -35,7 +36,7 @@ from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.eval.benchmark.bench import installed
 from mame_sd.eval.benchmark.prompts import drawn
 from mame_sd.eval.benchmark.rows import BASELINE, chosen_rows
-from mame_sd.eval.instruments.flow import guided_velocity
+from mame_sd.eval.instruments.flow import euler, guided_velocity, noise_of, times
 from mame_sd.eval.instruments.models import THUMBNAIL, Instrument, load_instrument
 from mame_sd.eval.tables import markdown_table
 from mame_sd.runs.loading import LoadedModel
@@ -65,28 +66,29 @@ class Clean:
     part: Tensor | None = None
 
 
-def crops(pack: Path, count: int, side: int) -> Tensor:
-    """Return crops [count, 3, side, side] of held-out photographs of random sizes."""
+def crops(pack: Path, count: int, side: int, across: int) -> Tensor:
+    """Return crops [count, 3, side, across] of held-out photographs of random sizes."""
     pictures, rng = read_pack(pack)[1], np.random.default_rng(0)
     cut = []
     for number in range(count):
         picture = pictures[number % len(pictures)]
-        scale = (side / min(picture.size)) ** rng.uniform()
-        width, height = (max(side, round(n * scale)) for n in picture.size)
-        left, top = (int(rng.integers(0, n - side + 1)) for n in (width, height))
+        scale = max(across / picture.width, side / picture.height) ** rng.uniform()
+        width = max(across, round(picture.width * scale))
+        height = max(side, round(picture.height * scale))
+        left, top = (int(rng.integers(0, n + 1)) for n in (width - across, height - side))
         picture = picture.resize((width, height), Image.Resampling.BOX)
-        cut.append(np.array(picture.crop((left, top, left + side, top + side))))
+        cut.append(np.array(picture.crop((left, top, left + across, top + side))))
     return torch.from_numpy(np.stack(cut)).movedim(-1, 1).float() / 127.5 - 1
 
 
-def contents(pack: Path, count: int, side: int = TRAINED) -> Iterator[Clean]:
+def contents(pack: Path, count: int, side: int = TRAINED, across: int = TRAINED) -> Iterator[Clean]:
     """Yield the flattest and the most textured third of some crops, text and single pixels."""
-    found = crops(pack, 3 * count, side)
+    found = crops(pack, 3 * count, side, across)
     texture = torch.stack([found.diff(dim=dim).square().mean((1, 2, 3)) for dim in (2, 3)])
     found = found[texture.sum(0).argsort()]
     flat, textured = found[:count], found[-count:]
-    text = torch.stack([_text(number, side) for number in range(count)])
-    dots = torch.zeros(count, side // 2, side // 2)
+    text = torch.stack([_text(number, side, across) for number in range(count)])
+    dots = torch.zeros(count, side // 2, across // 2)
     at = torch.rand(dots.flatten(1).shape, generator=torch.Generator().manual_seed(0)).argsort()
     dots.flatten(1).scatter_(1, at[:, :DOTS], 1)
     dots = F.pad(dots[..., None, None], (0, 1, 0, 1)).transpose(2, 3).reshape(text.shape)
@@ -98,9 +100,9 @@ def contents(pack: Path, count: int, side: int = TRAINED) -> Iterator[Clean]:
         yield Clean(f"{label} on the flattest", drawn, thumbnails(drawn), mask > 0.1)
 
 
-def _text(number: int, side: int) -> Tensor:
-    """Return the coverage [side, side] of five lines of text."""
-    page = Image.new("L", (side, side))
+def _text(number: int, side: int, across: int) -> Tensor:
+    """Return the coverage [side, across] of five lines of text."""
+    page = Image.new("L", (across, side))
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(10)
     for line in range(5):
         word = WORDS[(number + 3 * line) % len(WORDS)]
@@ -109,18 +111,18 @@ def _text(number: int, side: int) -> Tensor:
 
 
 def thumbnails(images: Tensor) -> Tensor:
-    """Return the condition of square images of any size: [N, 1, 3, 8, 8]."""
+    """Return the condition of images of any size: [N, 1, 3, 8, 8]."""
     return F.adaptive_avg_pool2d(images, THUMBNAIL).unsqueeze(1)
 
 
-def spread_positions(model: Any, side: int) -> None:
-    """Interpolate the model's positions so that a square of `side` tokens spans the old one."""
+def spread_positions(model: Any, rows: int, columns: int) -> None:
+    """Interpolate the model's positions, so that so many tokens span the trained ones."""
     embed = model.pos_embed
-    if side == embed.pos_embed_max_size:
-        return
-    old = embed.pos_embed.unflatten(1, (embed.pos_embed_max_size,) * 2).movedim(-1, 1)
-    new = F.interpolate(old, (side, side), mode="bicubic", align_corners=False)
-    embed.pos_embed, embed.pos_embed_max_size = new.flatten(2).transpose(1, 2), side
+    side = embed.pos_embed_max_size
+    if (rows, columns) != (side, side):
+        old = embed.pos_embed.unflatten(1, (side, side)).movedim(-1, 1)
+        new = F.interpolate(old, (rows, columns), mode="bicubic", align_corners=False)
+        embed.cropped_pos_embed = lambda *_: new.flatten(2).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -128,25 +130,19 @@ def denoised(
     instrument: Instrument, clean: Clean, begin: float, steps: int, guidance: float
 ) -> Tensor:
     """Return samples to which a share `begin` of noise was added, after steps of Euler's method."""
-    times, samples = [begin * (1 - step / steps) for step in range(steps + 1)], []
+    samples = []
     for number, image in enumerate(clean.images.split(1)):
-        noise = torch.randn(image.shape[1:], generator=torch.Generator().manual_seed(number))
-        state, thumbnail = torch.lerp(image, noise, begin), clean.thumbnails[number, None]
-        for time, following in pairwise(times):
-            velocity = guided_velocity(instrument, state, time, thumbnail, guidance)
-            state = state + (following - time) * velocity
-        samples.append(state.clamp(-1, 1))
-    return torch.cat(samples)
+        state = torch.lerp(image, noise_of(image.shape[1:], 1, number), begin)
+        thumbnail = clean.thumbnails[number, None]
+        velocity = partial(guided_velocity, instrument, thumbnails=thumbnail, guidance=guidance)
+        samples.append(euler(velocity, state, [begin * time for time in times(steps)]))
+    return torch.cat(samples).clamp(-1, 1)
 
 
-def decibels(images: Tensor, reference: Tensor, part: Tensor | None = None) -> str:
+def cell(images: Tensor, reference: Tensor, part: Tensor | None = None) -> str:
     """Return the mean PSNR of images in -1..1, in brackets that of the pixels of `part`."""
-    error = (images - reference).square().mean(1)
-    whole = (10 * torch.log10(4 / error.mean((1, 2)))).mean()
-    if part is None:
-        return f"{whole:.1f}"
-    own = (error * part).sum((1, 2)) / part.sum((1, 2))
-    return f"{whole:.1f} ({(10 * torch.log10(4 / own)).mean():.1f})"
+    inside = "" if part is None else f" ({decibels(images, reference, part).mean():.1f})"
+    return f"{decibels(images, reference).mean():.1f}{inside}"
 
 
 def contents_table(args: argparse.Namespace) -> None:
@@ -155,8 +151,9 @@ def contents_table(args: argparse.Namespace) -> None:
     model = LoadedModel(pipe=instrument.model, identity={"name": "photographs"}, guidance=None)
     rows = chosen_rows("mame-default,copied-0.125,fewer-1")
     print(markdown_table([f"from {args.begin:g}", *(row.label for row in rows[1:])], []))
-    spread_positions(instrument.model, args.side // 2)
-    for clean in contents(args.pack, args.num, args.side):
+    across = args.width or args.side
+    spread_positions(instrument.model, args.side // 2, across // 2)
+    for clean in contents(args.pack, args.num, args.side, across):
         found = {}
         for row in rows:
             with installed(model, row, ()):
@@ -164,7 +161,7 @@ def contents_table(args: argparse.Namespace) -> None:
                     instrument, clean, args.begin, STEPS - row.fewer, args.guidance
                 )
         unmerged = found.pop(BASELINE)
-        cells = [decibels(images, unmerged, clean.part) for images in found.values()]
+        cells = [cell(images, unmerged, clean.part) for images in found.values()]
         print(f"| {clean.label} | {' | '.join(cells)} |", flush=True)
 
 
@@ -201,22 +198,21 @@ def steps_table(args: argparse.Namespace) -> None:
     make = partial(pictures, pipe, drawn(scenes_by_caption(), args.num, seed=1), args.guidance)
     unmerged = make(STEPS)
     parts = {"default": range(STEPS), "first two steps": (0, 1), "last two steps": (2, 3)}
-    cells = [decibels(make(STEPS, merged=steps), unmerged) for steps in parts.values()]
-    cells.append(decibels(make(STEPS - 1), unmerged))
+    cells = [cell(make(STEPS, merged=steps), unmerged) for steps in parts.values()]
+    cells.append(cell(make(STEPS - 1), unmerged))
     print(markdown_table([*parts, "one step fewer"], [cells]))
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("table", choices=("contents", "steps"))
     parser.add_argument("--num", type=int, default=8, help="samples of a line")
     parser.add_argument("--guidance", type=float, default=1.0)
     parser.add_argument("--pack", type=Path, help="the file of photographs, for contents")
     parser.add_argument("--begin", type=float, default=1.0, help="share of noise of the contents")
     parser.add_argument("--side", type=int, default=TRAINED, help="pixels a side of the contents")
+    parser.add_argument("--width", type=int, help="pixels across, if they are not square")
     args = parser.parse_args()
     if args.table == "contents" and not (args.pack and args.pack.is_file()):
         parser.error(f"--pack: expected the file of photographs, got {args.pack}")

@@ -11,7 +11,6 @@ tokens don't merge in this class of models, so there is no row of the paper's me
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import decibels, parser_of
 from benchmarks.attention import without_bias
 from mame_sd import MaMeConfig, mame
 from mame_sd.eval.networks.terrain_unet import (
@@ -48,9 +48,9 @@ def ours(kernel: Any = None, **fields: object) -> On:
     return on
 
 
-def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -> On:
+def rival(make: Any, fit_queries: int = 0, **settings: Any) -> On:
     """Return a row of a rival of `mame_sd.eval.rivals`, made with `settings`."""
-    method = Rival("", make, settings, merge, fit_queries=fit_queries)
+    method = Rival("", make, settings, fit_queries=fit_queries)
     return lambda model, seed: method.on(model.unet, seed)
 
 
@@ -78,9 +78,8 @@ def rows() -> dict[str, On]:
 
 def compared(got: Tensor, want: Tensor) -> list[float]:
     """Return PSNR, and relative errors of slope and roughness in per cent, means over maps."""
-    psnr = 10 * torch.log10(4 / (got - want).square().flatten(1).mean(1))
     errors = [100 * (of(got) / of(want) - 1).abs().mean().item() for of in (slope, roughness)]
-    return [psnr.mean().item(), *errors]
+    return [decibels(got, want).mean().item(), *errors]
 
 
 def said(values: Sequence[float]) -> str:
@@ -94,9 +93,7 @@ def said(values: Sequence[float]) -> str:
 @torch.inference_mode()
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", help="rows whose names have one of these in them")
     parser.add_argument("--maps", type=int, default=8, help="of each draw (default 8)")
     parser.add_argument("--draws", type=int, default=10, help="(default 10)")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import parser_of
 from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.eval.tables import markdown_table
 
@@ -67,9 +68,7 @@ def _memory(name: str) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="images of each row (default 3)")
     parser.add_argument("--steps", type=int, default=4, help="of an image (default 4)")
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)

@@ -58,16 +58,14 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"|{'---|' * len(heads)}", *lines[1:]])
 
 
-def interval_cell(value: Mapping[str, Any], digits: int = 3) -> str:
+def interval_cell(value: Mapping[str, Any]) -> str:
     """Format a mean from `eval.stats` with its interval, if it has one.
 
     >>> interval_cell({"mean": 0.0124, "low": 0.008, "high": 0.0151})
     '0.012 (0.008 to 0.015)'
     """
     mean, low, high = value["mean"], value["low"], value["high"]
-    if low is None:
-        return f"{mean:.{digits}f}"
-    return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{mean:.3f}" if low is None else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def names_in(text: str) -> list[str]:

@@ -13,6 +13,7 @@ and the unmerged image.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -65,23 +66,15 @@ def repeat_gates(
         ("baseline against itself", False),
         ("inactive merging against the baseline", True),
     ):
-        handle = Merging(config).install(model).handle if hooked else None
-        try:
-            if handle is not None:
+        with ExitStack() as stack:
+            if hooked:
+                handle = Merging(config).install(model).handle
+                stack.callback(handle.remove)
                 handle.active = False
-            made = [
-                (job, image)
-                for batch in batches
-                for job, image in zip(batch, sample(model, settings, batch), strict=True)
-            ]
-        finally:
-            if handle is not None:
-                handle.remove()
-        files = [load_image(baseline.items[job.name].path) for job, _ in made]
-        again = [np.asarray(image) for _, image in made]
-        lowest = min(
-            psnr(to_float([a]), to_float([b])).item() for a, b in zip(files, again, strict=True)
-        )
+            again = [np.asarray(one) for batch in batches for one in sample(model, settings, batch)]
+        files = [load_image(baseline.items[job.name].path) for batch in batches for job in batch]
+        pairs = zip(files, again, strict=True)
+        lowest = min(psnr(to_float([a]), to_float([b])).item() for a, b in pairs)
         got = f"{lowest:.4g} dB, lowest of {len(files)}"
         gates.append(Gate(name, expected, got, lowest > NOISE_FLOOR))
     return gates

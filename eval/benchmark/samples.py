@@ -144,22 +144,18 @@ def decibels(samples: Tensor, reference: Tensor) -> float:
 
 def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, numbers: range) -> dict[str, Value]:
     """Return the metrics of a row from the lines of its draws and the baseline's."""
-    own = [lines[number, name] for number in numbers]
-    base = [lines[number, BASELINE] for number in numbers]
-    median, low, high = median_interval(
-        [b["cpu"] / o["cpu"] for b, o in zip(base, own, strict=True)]
-    )
-    cpu, cpu_low, cpu_high = median_interval([line["cpu"] for line in own])
-    keys = {str(number): str(number) for number in numbers}
+
+    def of_draws(values: Sequence[float]) -> Value:
+        median, low, high = median_interval(values)
+        return Value(mean=median, low=low, high=high, n=len(values))
+
+    own = {str(number): lines[number, name] for number in numbers}
     values = {}
     for metric in ("psnr", "psnr_changes") if name != BASELINE else ():
-        near = {
-            str(number): line[metric]
-            for number, line in zip(numbers, own, strict=True)
-            if metric in line
-        }
+        near = {number: line[metric] for number, line in own.items() if metric in line}
         if near:
-            values[metric] = Value(**mean_interval(near, keys))
-    values["cpu"] = Value(mean=cpu, low=cpu_low, high=cpu_high, n=len(numbers))
-    values["cpu_speedup"] = Value(mean=median, low=low, high=high, n=len(numbers))
-    return values
+            values[metric] = Value(**mean_interval(near, {number: number for number in near}))
+    seconds = [line["cpu"] for line in own.values()]
+    base = [lines[number, BASELINE]["cpu"] for number in numbers]
+    ratios = [b / o for b, o in zip(base, seconds, strict=True)]
+    return {**values, "cpu": of_draws(seconds), "cpu_speedup": of_draws(ratios)}

@@ -100,23 +100,15 @@ def of_rounds(values: Sequence[float]) -> Value:
     return replace(value, low=low, high=high) if len(values) > 1 else value
 
 
-def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -> Value:
-    """Compute how many times as fast as the baseline a method is.
+def speedup(own: Sequence[float], baseline: Sequence[float]) -> Value:
+    """Compute how many times as fast as the baseline a method is, by their seconds in each round.
 
     Each round compares two calls on the same batch within minutes, so that the ratio is less noisy
     than the times.
-
-    Args:
-        timings: the method's timings.
-        baseline: the baseline's timings in the same rounds.
-        field: field of `Timing` to compare.
     """
-    pairs = zip(timings, baseline, strict=True)
-    ratios = [getattr(base, field) / getattr(own, field) for own, base in pairs]
+    ratios = [base / seconds for seconds, base in zip(own, baseline, strict=True)]
     median, low, high = median_interval(ratios)
     value = Value(mean=median, n=len(ratios))
-    if field == "cpu":
-        value = replace(value, note="of CPU time")
     return replace(value, low=low, high=high) if len(ratios) > 1 else value
 
 
@@ -134,26 +126,16 @@ def summary(
         Median and quartiles of seconds, how many times as fast as the baseline it is, and the
         highest peaks of memory, by metric.
     """
-    known = {
-        field: [getattr(t, field) for t in timings if getattr(t, field) is not None]
-        for field in ("seconds", "cpu", "allocated")
-    }
-    costs: dict[str, Value] = {}
-    for name, field in (("latency", "seconds"), ("cpu", "cpu")):
-        values = known[field]
-        if values and withhold_seconds and name != "cpu":
-            costs[name] = Value(n=len(values), withheld=BUSY)
-        elif values:
-            costs[name] = of_rounds(values)
-    if known["cpu"]:
-        costs["cpu_speedup"] = replace(speedup(timings, baseline, "cpu"), note=None)
-    if not withhold_seconds:
-        costs["speedup"] = speedup(timings, baseline, "seconds")
-    elif known["cpu"]:
-        costs["speedup"] = speedup(timings, baseline, "cpu")
-    else:
-        costs["speedup"] = Value(n=len(timings), withheld=BUSY)
-    if allocated := known["allocated"]:
+    seconds, theirs = ([timing.seconds for timing in them] for them in (timings, baseline))
+    costs = {"latency": of_rounds(seconds), "speedup": speedup(seconds, theirs)}
+    if withhold_seconds:
+        costs = dict.fromkeys(costs, Value(n=len(timings), withheld=BUSY))
+    cpu, cpu_theirs = ([t.cpu for t in them if t.cpu is not None] for them in (timings, baseline))
+    if cpu:
+        costs |= {"cpu": of_rounds(cpu), "cpu_speedup": speedup(cpu, cpu_theirs)}
+        if withhold_seconds:
+            costs["speedup"] = replace(costs["cpu_speedup"], note="of CPU time")
+    if allocated := [t.allocated for t in timings if t.allocated is not None]:
         costs["memory"] = Value(mean=max(allocated) / MEBIBYTE, n=len(allocated))
     return costs
 

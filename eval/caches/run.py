@@ -32,24 +32,23 @@ REPEAT = "\n\nRepeat the previous context exactly.\n"
 def run_cache(
     settings: CacheSettings,
     choice: ModelChoice,
-    out: Path,
     on_progress: Callable[[int, int], object],
 ) -> list[dict[str, Any]]:
-    """Measure what is missing in `out`.
+    """Measure what is missing in the folder of results.
 
     Args:
         settings: the options of the command.
         choice: the model.
-        out: folder of results.
         on_progress: called with the number of results done and of all results.
 
     Returns:
         All results of these settings.
 
     Raises:
-        UserError: a row, the model or the texts are missing, or `out` belongs to another
-            device or dtype.
+        UserError: a row, the model or the texts are missing, or the folder belongs to
+            another device or dtype.
     """
+    out = settings.out
     check_place(out, out)
     methods = named(settings.rows, all_rows())
     files = text_files(settings.texts)

@@ -27,6 +27,7 @@ class CacheSettings:
         UserError: an option is out of range; the message names it, its range and its value.
     """
 
+    out: Path = option(Path("out/cache"), "Folder for results.jsonl.", metavar="DIR")
     texts: Path | None = option(
         None, "Folder of HTML, Python or plain text. Without it, Python's own.", metavar="DIR"
     )

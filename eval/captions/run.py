@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,25 +45,23 @@ FORMAT = "mame-sd captions 2"
 def run_caption(
     settings: CaptionSettings,
     choice: ModelChoice,
-    out: Path,
     on_note: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Caption what is missing in `out`.
+    """Caption what is missing in the folder of results.
 
     Args:
         settings: the options of the command.
         choice: the model.
-        out: folder of results.
         on_note: called with a line of progress after each picture.
 
     Returns:
         The figures of the table.
 
     Raises:
-        UserError: an option, the model or the references are invalid, `out` belongs to
+        UserError: an option, the model or the references are invalid, the folder belongs to
             another run, or this model can't run a row. What was done before is kept.
     """
-    check_place(out, out)
+    check_place(settings.out, settings.out)
     rows = chosen_rows(settings.rows)
     assert settings.references is not None
     assert settings.data is not None
@@ -78,7 +75,7 @@ def run_caption(
         "prompt": settings.prompt,
         "tokens": settings.tokens,
     }
-    store = Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
+    store = Store(settings.out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
     captioner = load_captioner(choice, settings.prompt, settings.weights_dir)
     caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
     return {"identity": identity, "rows": figures_of(store.lines, pictures, rows)}

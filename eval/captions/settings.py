@@ -27,6 +27,7 @@ class CaptionSettings:
         UserError: an option is out of range; the message names it, its range and its value.
     """
 
+    out: Path = option(Path("out/caption"), "Folder that keeps every caption.", metavar="DIR")
     data: Path | None = option(None, "Required. Folder of pictures.", metavar="FOLDER")
     references: Path | None = option(
         None, "Required. Captions of the pictures, in COCO's format.", metavar="FILE"

@@ -24,13 +24,12 @@ from mame_sd.runs.files import check_folder, check_place
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
-from ..benchmark.suites import README, SUITES, suite_named
+from ..benchmark.suites import README, suite_named
 from ..caches.settings import CacheSettings
 from ..captions.settings import CaptionSettings
 from ..tables import named
 from .options import (
     CAPTIONER,
-    CLASSIFY_SUITES,
     ENCODER,
     LANGUAGE_MODEL,
     SUITE_SAMPLING,
@@ -111,16 +110,6 @@ def score_command(
 def benchmark_command(
     *,
     context: typer.Context,
-    suite: Annotated[
-        str, typer.Option(help=f"One of {', '.join((*SUITES, README))}.", metavar="NAME")
-    ] = "quick",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder: new, empty, or begun by the same command. By default out/SUITE.",
-            metavar="DIR",
-        ),
-    ] = None,
     prompts: PromptOptions,
     options: BenchmarkOptions,
     model: ModelChoice,
@@ -130,7 +119,8 @@ def benchmark_command(
 
     Run again to continue; launch with accelerate to share the work.
     """
-    place = Path("out") / suite if out is None else out
+    suite = options.suite
+    place = options.out or Path("out") / suite
     chosen = None if suite == README else suite_named(suite)
     if chosen is not None:
         for given, name in ((options.quick, "--quick"), (options.case, "--case")):
@@ -151,7 +141,7 @@ def benchmark_command(
     model.check_place()
     from .benchmark import command_again, run_benchmark
 
-    again = command_again(context.obj or ["benchmark"])
+    again = command_again(context.obj)
     if chosen is None:
         from ..benchmark.readme import markdown
         from .readme import run_readme
@@ -170,23 +160,6 @@ def benchmark_command(
 def classify_command(
     *,
     context: typer.Context,
-    suite: Annotated[
-        str, typer.Option(help=f"One of {', '.join(CLASSIFY_SUITES)}.", metavar="NAME")
-    ] = "vit",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder: new, empty, or begun by the same command. By default out/classify-SUITE.",
-            metavar="DIR",
-        ),
-    ] = None,
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            help="Rows to run instead of the suite's, such as mame-0.8, tome-8 or tome@mame-0.8.",
-            metavar="NAMES",
-        ),
-    ] = None,
     options: ClassifyOptions,
     model: ModelChoice,
 ) -> None:
@@ -194,18 +167,14 @@ def classify_command(
 
     Run again to continue.
     """
-    if suite not in CLASSIFY_SUITES:
-        allowed = f"one of {', '.join(CLASSIFY_SUITES)}"
-        raise unexpected("--suite", allowed, repr(suite), "give one of these")
     from ..perception.rows import chosen_rows
 
-    chosen = chosen_rows(suite, rows)
+    chosen = chosen_rows(options.suite, options.rows)
     from .benchmark import command_again
     from .classify import run_classify
 
-    place = Path("out") / f"classify-{suite}" if out is None else out
-    again = command_again(context.obj or ["classify"])
-    results = run_classify(options, suite, chosen, place, model, again)
+    place = options.out or Path("out") / f"classify-{options.suite}"
+    results = run_classify(options, chosen, place, model, command_again(context.obj))
     from ..report import summary
 
     answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
@@ -214,9 +183,6 @@ def classify_command(
 @command(app, "caption", settings=FieldOptions(CaptionSettings), model=CAPTIONER)
 def caption_command(
     *,
-    out: Annotated[
-        Path, typer.Option(help="Folder that keeps every caption.", metavar="DIR")
-    ] = Path("out/caption"),
     settings: CaptionSettings,
     model: ModelChoice,
 ) -> None:
@@ -228,16 +194,13 @@ def caption_command(
     """
     from ..captions.run import run_caption, table
 
-    found = run_caption(settings, model, out, note)
+    found = run_caption(settings, model, note)
     answer(table(found), found)
 
 
 @command(app, "cache", settings=FieldOptions(CacheSettings), model=LANGUAGE_MODEL)
 def cache_command(
     *,
-    out: Annotated[Path, typer.Option(help="Folder for results.jsonl.", metavar="DIR")] = Path(
-        "out/cache"
-    ),
     settings: CacheSettings,
     model: ModelChoice,
 ) -> None:
@@ -249,7 +212,7 @@ def cache_command(
     from ..caches.table import format_table, summary
 
     with progress("prompts") as on_progress:
-        found = summary(run_cache(settings, model, out, on_progress))
+        found = summary(run_cache(settings, model, on_progress))
     answer(format_table(found), found)
 
 

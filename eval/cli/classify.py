@@ -25,7 +25,6 @@ from .options import ClassifyOptions
 
 def run_classify(
     options: ClassifyOptions,
-    suite: str,
     rows: list[Row],
     out: Path,
     choice: ModelChoice,
@@ -35,7 +34,6 @@ def run_classify(
 
     Args:
         options: the images, and how they are measured.
-        suite: name of the suite.
         rows: rows to run.
         out: folder of the results.
         choice: the model.
@@ -56,7 +54,7 @@ def run_classify(
         note(said)
     head, images, about = make_head(encoder, images, options)
     results = Classification(
-        suite=suite,
+        suite=options.suite,
         asked=Asked(head, images, options.batch_size),
         about=about,
         rows=rows,

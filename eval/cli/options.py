@@ -13,9 +13,11 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice, check_device
 from mame_sd.runs.options import option
 
+from ..benchmark.suites import README
+from ..benchmark.suites import SUITES as GENERATION_SUITES
 from ..metric_list import FID_BACKENDS
+from ..perception.rows import SUITES
 
-CLASSIFY_SUITES = ("vit", "ablation")  # of `perception.rows`
 WEIGHTS_HELP = "Folder with weights of metrics, searched first."
 
 
@@ -74,6 +76,14 @@ class MetricOptions:
 class BenchmarkOptions(MetricOptions):
     """What a benchmark of generation compares, and with what."""
 
+    suite: str = option(
+        "quick", f"One of {', '.join((*GENERATION_SUITES, README))}.", metavar="NAME"
+    )
+    out: Path | None = option(
+        None,
+        "Folder: new, empty, or begun by the same command. By default out/SUITE.",
+        metavar="DIR",
+    )
     rows: str | None = option(
         None,
         "Rows to run next to the baseline, separated by commas; an unknown name lists all.",
@@ -126,6 +136,17 @@ class ScoringOptions(MetricOptions):
 class ClassifyOptions:
     """What a vision transformer answers, and how it is measured."""
 
+    suite: str = option("vit", f"One of {', '.join(SUITES)}.", metavar="NAME")
+    out: Path | None = option(
+        None,
+        "Folder: new, empty, or begun by the same command. By default out/classify-SUITE.",
+        metavar="DIR",
+    )
+    rows: str | None = option(
+        None,
+        "Rows to run instead of the suite's, such as mame-0.8, tome-8 or tome@mame-0.8.",
+        metavar="NAMES",
+    )
     data: Path | None = option(
         None,
         "Required. Folder of class folders as torchvision reads them, or of unlabelled images.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,16 +22,25 @@ def times(steps: int, shift: float = 1.0) -> list[float]:
     return [shift * t / (1 + (shift - 1) * t) for t in even]
 
 
-def noise_of(instrument: Instrument, count: int, seed: int) -> Tensor:
-    """Return the noise of `count` samples [count, *kind.shape].
+def noise_of(shape: Sequence[int], count: int, seed: int) -> Tensor:
+    """Return the noise of `count` samples [count, *shape].
 
     Args:
-        instrument: gives the shape.
+        shape: the shape of a sample.
         count: number of samples.
         seed: the noise of sample i depends on `seed` + i alone.
     """
     seeds = (torch.Generator().manual_seed(seed + i) for i in range(count))
-    return torch.stack([torch.randn(instrument.kind.shape, generator=g) for g in seeds])
+    return torch.stack([torch.randn(shape, generator=g) for g in seeds])
+
+
+def euler(
+    velocity: Callable[[Tensor, float], Tensor], state: Tensor, times: Sequence[float]
+) -> Tensor:
+    """Follow a velocity, a function of state and time, through `times` by Euler's method."""
+    for time, following in pairwise(times):
+        state = state + (following - time) * velocity(state, time)
+    return state
 
 
 def guided_velocity(
@@ -63,8 +73,6 @@ def sample(
     steps: int,
     guidance: float = 1.0,
     seed: int = 0,
-    shift: float = 1.0,
-    noise: Tensor | None = None,
 ) -> Tensor:
     """Return samples in -1..1 by Euler's method: [B, *kind.shape].
 
@@ -74,12 +82,12 @@ def sample(
         steps: evaluations of the model.
         guidance: see `guided_velocity`.
         seed: seed of the first sample's noise; each next sample's is one more.
-        shift: see `times`.
-        noise: where to start, in place of the noise of `seed`.
     """
     device = next(instrument.parameters()).device
-    state = (noise_of(instrument, len(thumbnails), seed) if noise is None else noise).to(device)
-    for time, following in pairwise(times(steps, shift)):
-        velocity = guided_velocity(instrument, state, time, thumbnails.to(device), guidance)
-        state = state + (following - time) * velocity
-    return state.clamp(-1, 1)
+    given = thumbnails.to(device)
+    state = noise_of(instrument.kind.shape, len(given), seed).to(device)
+
+    def velocity(state: Tensor, time: float) -> Tensor:
+        return guided_velocity(instrument, state, time, given, guidance)
+
+    return euler(velocity, state, times(steps)).clamp(-1, 1)

@@ -24,7 +24,7 @@ from mame_sd.runs.merging import NotApplicable
 from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import of_rounds, summary
 from ..metric_list import METRICS, Metric, cost, fidelity, quality
-from ..results.schema import Gate, MethodResult, Results, Value
+from ..results.schema import Gate, Results, Value
 from ..runner import Stage
 from ..stats import mcnemar_p, wilson
 from .answers import Asked, Batch, answers_of, speed_of
@@ -143,7 +143,7 @@ class Classification:
         """Compute the answers of a row and its figures, or the reason why there are none."""
         line = self.results.row(row.name)
         try:
-            method = self._solved(row, line) if row.at else row.method
+            method = self._solved(row) if row.at else row.method
             with self.stage(f"{row.label}: answers") as on_progress:
                 batches = answers_of(
                     self.asked,
@@ -160,7 +160,7 @@ class Classification:
             line.values.update(self._values(row.name))
         self._save()
 
-    def _solved(self, row: Row, line: MethodResult) -> Method:
+    def _solved(self, row: Row) -> Method:
         """Return the rival at the FLOPs that were counted for another row."""
         assert row.rival is not None
         if row.at not in self._found:
@@ -168,22 +168,18 @@ class Classification:
                 f"expected the FLOPs of {row.at}, which was not measured; measure it first"
             )
         target = self._flops(row.at) * 1e9
-        solved = line.solved
-        if solved is None or solved["target"] != target:
-            head, inputs = self.asked.head, self.asked.inputs([0])
-            pixels = inputs["pixel_values"]
-            side = int(pixels.shape[-1]) if pixels.dim() in (4, 5) else 0  # 0: they are patches
-            with self.stage(f"{row.label}: to {target / 1e9:.3g} GFLOPs"):
-                call = partial(head.logits, inputs)
-                knob, flops = at_flops(head.encoder.model, row.rival, target, call, side)
-            solved = line.solved = {"target": target, "knob": knob, "flops": flops}
-        if abs(solved["flops"] / target - 1) > NEAR:
-            note = (
-                f"{row.label}: {solved['flops'] / 1e9:.3g} GFLOPs is the nearest it can come to"
-                f" {target / 1e9:.3g}."
+        head, inputs = self.asked.head, self.asked.inputs([0])
+        pixels = inputs["pixel_values"]
+        side = int(pixels.shape[-1]) if pixels.dim() in (4, 5) else 0  # 0: they are patches
+        with self.stage(f"{row.label}: to {target / 1e9:.3g} GFLOPs"):
+            call = partial(head.logits, inputs)
+            knob, flops = at_flops(head.encoder.model, row.rival, target, call, side)
+        if abs(flops / target - 1) > NEAR:
+            got, wanted = f"{flops / 1e9:.3g}", f"{target / 1e9:.3g}"
+            self.results.notes.append(
+                f"{row.label}: {got} GFLOPs is the nearest it can come to {wanted}."
             )
-            self.results.notes += [note] if note not in self.results.notes else []
-        return RIVALS[row.rival].make(solved["knob"])
+        return RIVALS[row.rival].make(knob)
 
     def _values(self, name: str) -> dict[str, Value]:
         """Return the figures that follow from a row's answers, tokens and FLOPs."""

@@ -171,7 +171,9 @@ def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
     """
     inside = axes.get_window_extent()
     taken = [_around(axes, point) for point in plotted]
-    bars = [bar for point in plotted for bar in _bars(axes, point)] + _band(axes, best)
+    bars = [bar for point in plotted for bar in _bars(axes, point)]
+    for start, end in pairwise(axes.transData.transform(point.at) for point in best):
+        bars += [Bbox([at, at]).padded(4) for at in np.linspace(start, end, 40)]  # of the band
     tries = [(place, covered) for covered in (False, True) for place in PLACES]
     for point in sorted(plotted, key=lambda p: (not p.row.default, p not in best)):
         for (dx, dy, across, along), covered in tries:
@@ -201,22 +203,10 @@ def _bars(axes: Axes, point: Point) -> list[Bbox]:
     for across, along in (((x, x), point.near.interval), (point.speed.interval, (y, y))):
         if across is not None and along is not None:
             ends = axes.transData.transform(list(zip(across, along, strict=True)))
-            (x0, y0), (x1, y1) = ends.min(0), ends.max(0)
-            bars.append(Bbox.from_extents(x0 - 1, y0 - 1, x1 + 1, y1 + 1))
+            bars.append(Bbox([ends.min(0), ends.max(0)]).padded(1))
     return bars
-
-
-def _band(axes: Axes, best: Sequence[Point]) -> list[Bbox]:
-    """Return what the frontier's band covers, in small squares, in units of the drawing."""
-    places = [axes.transData.transform(point.at) for point in best]
-    return [
-        Bbox.from_bounds(x - 4, y - 4, 8, 8)
-        for start, end in pairwise(places)
-        for x, y in np.linspace(start, end, 40)
-    ]
 
 
 def _around(axes: Axes, point: Point) -> Bbox:
     """Return what a point's marker covers, in units of the drawing."""
-    x, y = axes.transData.transform(point.at)
-    return Bbox.from_bounds(x - 7, y - 7, 14, 14)
+    return Bbox([axes.transData.transform(point.at)] * 2).padded(7)

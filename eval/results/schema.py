@@ -135,8 +135,6 @@ class MethodResult:
         measured: True if it is measured.
         values: values by metric.
         per_image: values by metric and image.
-        solved: for a rival at another row's FLOPs: the target, the knob, and the FLOPs that it
-            gave.
     """
 
     name: str
@@ -149,7 +147,6 @@ class MethodResult:
     measured: bool = False
     values: dict[str, Value] = field(default_factory=dict)
     per_image: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    solved: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError for a run outside the folder of results.json."""

@@ -16,6 +16,8 @@ from mame_sd.runs.merging import NotApplicable
 
 from .plans import Draw, Size
 
+CHOOSE_EVERY, ASSIGN_EVERY = 10, 5  # steps for which destinations and A are kept
+
 
 class SoftPlan:
     """Merge and restore the tokens of each tile by a linear map.
@@ -57,29 +59,19 @@ class ToMA:
         side: tokens along a side of a tile. A side of the image that it doesn't divide has one
             tile.
         temperature: temperature of the softmax over cosines.
-        choose_every: number of steps for which destinations are kept.
-        assign_every: number of steps for which A is kept.
     """
 
-    def __init__(
-        self,
-        share: float,
-        side: int = 8,
-        temperature: float = 0.1,
-        choose_every: int = 10,
-        assign_every: int = 5,
-    ) -> None:
+    def __init__(self, share: float, side: int = 8, temperature: float = 0.1) -> None:
         self.share, self.side, self.temperature = share, side, temperature
-        self.choose_every, self.assign_every = choose_every, assign_every
         self._step = 0
 
     def __call__(self, x: Tensor, size: Size, draw: Draw) -> SoftPlan:
         """Return the plan of a step for tokens x [B, L, C] of an image of `size`; draws nothing."""
         step, self._step = self._step, self._step + 1
-        if step % self.assign_every == 0:
+        if step % ASSIGN_EVERY == 0:
             tiles = _tiles(size, self.side, x.device)
             unit = F.normalize(_in_tiles(x.float(), tiles), dim=-1)  # [B, T, s, C]
-            if step % self.choose_every == 0:
+            if step % CHOOSE_EVERY == 0:
                 count = max(1, round(self.share * tiles.shape[1]))
                 self._chosen = facilities(unit @ unit.transpose(2, 3), count)
             at = self._chosen.unsqueeze(-1).expand(-1, -1, -1, unit.shape[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -84,7 +85,7 @@ def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
 
 
 def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor]:
-    if metric.name in PAIRWISE:
-        return PAIRWISE[metric.name]
-    network = tools.network(metric)
-    return partial(clip_image_cosine, network) if metric.name == "clip_image" else network
+    network: Any = tools.network(metric)
+    if metric.name == "clip_image":
+        return partial(clip_image_cosine, network)
+    return PAIRWISE.get(metric.name, network)

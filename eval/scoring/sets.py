@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,10 @@ def set_value(
     other = baseline if metric.needs == "sets" or reference is None else reference
     few = min(count, len(other.items) if isinstance(other, Run) else other.count or count)
     with _named(metric):
-        if metric.name.startswith("kid"):  # which has no bias
-            scale = 1000 if metric.name == "kid" else 1  # as published: Inception's is tiny
-            return Value(mean=scale * _kernel(metric, run, other, tools), n=count)
-        warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if few < FEW_IMAGES else None
-        distance = _clean_fid if tools.by_clean_fid(metric) else _frechet
-        return Value(mean=distance(metric, run, other, tools), n=count, warning=warning)
+        distance = _distance(metric, run, other, tools)
+    biased = few < FEW_IMAGES and not metric.name.startswith("kid")
+    warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if biased else None
+    return Value(mean=distance, n=count, warning=warning)
 
 
 @contextmanager
@@ -79,38 +78,31 @@ def _named(metric: Metric) -> Iterator[None]:
         ) from None
 
 
-def _kernel(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """Compute the KID of images' features."""
-    if isinstance(other, Reference) and other.statistics is not None:
+def _distance(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
+    """Compute the distance of images from others, or from statistics of a reference."""
+    by_package, kernel = tools.by_clean_fid(metric), metric.name.startswith("kid")
+    stored = other.statistics if isinstance(other, Reference) else None
+    if isinstance(other, Reference) and stored is not None and (by_package or kernel):
+        what = "--fid-backend clean-fid" if by_package else metric.name
         raise UserError(
-            f"--reference {other.name}: expected images for {metric.name}, got statistics; give a"
-            " folder, or leave the metric out"
+            f"--reference {other.name}: expected images for {what}, got statistics; give a folder,"
+            " or leave it out"
         )
-    own, others = (_features(metric, of.files, tools).features for of in (run, other))
-    return kernel_distance(own, others)
-
-
-def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """Compute the Frechet distance of images' features, or to statistics of a reference."""
-    own = statistics(_features(metric, run.files, tools).features, tools.network(metric).name)
-    if isinstance(other, Reference) and other.statistics is not None:
-        return frechet_distance(own, other.statistics)
-    return frechet_distance(own, _features(metric, other.files, tools).features)
-
-
-def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """Compute FID by the package clean-fid, which reads the files itself."""
-    package = tools.network(metric)
-    if isinstance(other, Reference) and not other.files:
-        raise UserError(
-            f"--reference {other.name}: expected images for --fid-backend clean-fid, got"
-            " statistics; give a folder"
+    network = tools.network(metric)
+    if by_package:  # which reads the files itself
+        both = (
+            tools.remember(("clean-fid", of.files), partial(network.features, of.files))
+            for of in (run, other)
         )
-
-    def features(of: Run | Reference) -> Any:
-        return tools.remember(("clean-fid", of.files), lambda: package.features(of.files))
-
-    return float(package.distance(features(run), features(other)))
+        return float(network.distance(*both))
+    own = _features(metric, run.files, tools).features
+    if stored is not None:
+        return frechet_distance(statistics(own, network.name), stored)
+    theirs = _features(metric, other.files, tools).features
+    if not kernel:
+        return frechet_distance(own, theirs)
+    scale = 1000 if metric.name == "kid" else 1  # as published: Inception's is tiny
+    return scale * kernel_distance(own, theirs)
 
 
 def _features(metric: Metric, files: tuple[Path, ...], tools: Tools) -> Features:

@@ -208,7 +208,7 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         references: Path = good, out: Path = out, prompt: str | None = None, **model: Any
     ) -> None:
         choice = ModelChoice(**{"model": "nobody/nothing", "offline": True, **model})
-        run_caption(settings_of(references, prompt=prompt), choice, out, print)
+        run_caption(settings_of(references, prompt=prompt, out=out), choice, print)
 
     deep, other = tmp_path / "deep.json", tmp_path / "other"
     deep.write_text("[" * 5000)
@@ -257,8 +257,10 @@ def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
         call = captioner.call(Image.new("RGB", (40, 30)))
         found[dtype] = (captioner.model.dtype, call["pixel_values"].dtype)
         references, out = written(tmp_path, ONE), tmp_path / dtype
-        settings = settings_of(references, rows="keep-0.25,divprune-0.25,plain-0.8", tokens=3)
-        said = table(run_caption(settings, choice, out, print))
+        settings = settings_of(
+            references, rows="keep-0.25,divprune-0.25,plain-0.8", tokens=3, out=out
+        )
+        said = table(run_caption(settings, choice, print))
         assert "paper's form" in said
         assert "KL less DivPrune's" in said
         assert CHANCE not in said, "one picture has no next one"
