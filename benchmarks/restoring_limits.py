@@ -3,6 +3,7 @@
     python -m benchmarks.restoring_limits contents --pack photographs.npz
     python -m benchmarks.restoring_limits contents --pack photographs.npz --begin 0.6
     python -m benchmarks.restoring_limits contents --pack photographs.npz --guidance 2 --side 82
+    python -m benchmarks.restoring_limits contents --pack photographs.npz --side 48 --width 192
     python -m benchmarks.restoring_limits steps --guidance 1
 
 `contents` adds noise to crops of held-out photographs, and the transformer of photographs denoises
@@ -65,28 +66,29 @@ class Clean:
     part: Tensor | None = None
 
 
-def crops(pack: Path, count: int, side: int) -> Tensor:
-    """Return crops [count, 3, side, side] of held-out photographs of random sizes."""
+def crops(pack: Path, count: int, side: int, across: int) -> Tensor:
+    """Return crops [count, 3, side, across] of held-out photographs of random sizes."""
     pictures, rng = read_pack(pack)[1], np.random.default_rng(0)
     cut = []
     for number in range(count):
         picture = pictures[number % len(pictures)]
-        scale = (side / min(picture.size)) ** rng.uniform()
-        width, height = (max(side, round(n * scale)) for n in picture.size)
-        left, top = (int(rng.integers(0, n - side + 1)) for n in (width, height))
+        scale = max(across / picture.width, side / picture.height) ** rng.uniform()
+        width = max(across, round(picture.width * scale))
+        height = max(side, round(picture.height * scale))
+        left, top = (int(rng.integers(0, n + 1)) for n in (width - across, height - side))
         picture = picture.resize((width, height), Image.Resampling.BOX)
-        cut.append(np.array(picture.crop((left, top, left + side, top + side))))
+        cut.append(np.array(picture.crop((left, top, left + across, top + side))))
     return torch.from_numpy(np.stack(cut)).movedim(-1, 1).float() / 127.5 - 1
 
 
-def contents(pack: Path, count: int, side: int = TRAINED) -> Iterator[Clean]:
+def contents(pack: Path, count: int, side: int = TRAINED, across: int = TRAINED) -> Iterator[Clean]:
     """Yield the flattest and the most textured third of some crops, text and single pixels."""
-    found = crops(pack, 3 * count, side)
+    found = crops(pack, 3 * count, side, across)
     texture = torch.stack([found.diff(dim=dim).square().mean((1, 2, 3)) for dim in (2, 3)])
     found = found[texture.sum(0).argsort()]
     flat, textured = found[:count], found[-count:]
-    text = torch.stack([_text(number, side) for number in range(count)])
-    dots = torch.zeros(count, side // 2, side // 2)
+    text = torch.stack([_text(number, side, across) for number in range(count)])
+    dots = torch.zeros(count, side // 2, across // 2)
     at = torch.rand(dots.flatten(1).shape, generator=torch.Generator().manual_seed(0)).argsort()
     dots.flatten(1).scatter_(1, at[:, :DOTS], 1)
     dots = F.pad(dots[..., None, None], (0, 1, 0, 1)).transpose(2, 3).reshape(text.shape)
@@ -98,9 +100,9 @@ def contents(pack: Path, count: int, side: int = TRAINED) -> Iterator[Clean]:
         yield Clean(f"{label} on the flattest", drawn, thumbnails(drawn), mask > 0.1)
 
 
-def _text(number: int, side: int) -> Tensor:
-    """Return the coverage [side, side] of five lines of text."""
-    page = Image.new("L", (side, side))
+def _text(number: int, side: int, across: int) -> Tensor:
+    """Return the coverage [side, across] of five lines of text."""
+    page = Image.new("L", (across, side))
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(10)
     for line in range(5):
         word = WORDS[(number + 3 * line) % len(WORDS)]
@@ -109,18 +111,18 @@ def _text(number: int, side: int) -> Tensor:
 
 
 def thumbnails(images: Tensor) -> Tensor:
-    """Return the condition of square images of any size: [N, 1, 3, 8, 8]."""
+    """Return the condition of images of any size: [N, 1, 3, 8, 8]."""
     return F.adaptive_avg_pool2d(images, THUMBNAIL).unsqueeze(1)
 
 
-def spread_positions(model: Any, side: int) -> None:
-    """Interpolate the model's positions so that a square of `side` tokens spans the old one."""
+def spread_positions(model: Any, rows: int, columns: int) -> None:
+    """Interpolate the model's positions, so that so many tokens span the trained ones."""
     embed = model.pos_embed
-    if side == embed.pos_embed_max_size:
-        return
-    old = embed.pos_embed.unflatten(1, (embed.pos_embed_max_size,) * 2).movedim(-1, 1)
-    new = F.interpolate(old, (side, side), mode="bicubic", align_corners=False)
-    embed.pos_embed, embed.pos_embed_max_size = new.flatten(2).transpose(1, 2), side
+    side = embed.pos_embed_max_size
+    if (rows, columns) != (side, side):
+        old = embed.pos_embed.unflatten(1, (side, side)).movedim(-1, 1)
+        new = F.interpolate(old, (rows, columns), mode="bicubic", align_corners=False)
+        embed.cropped_pos_embed = lambda *_: new.flatten(2).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -149,8 +151,9 @@ def contents_table(args: argparse.Namespace) -> None:
     model = LoadedModel(pipe=instrument.model, identity={"name": "photographs"}, guidance=None)
     rows = chosen_rows("mame-default,copied-0.125,fewer-1")
     print(markdown_table([f"from {args.begin:g}", *(row.label for row in rows[1:])], []))
-    spread_positions(instrument.model, args.side // 2)
-    for clean in contents(args.pack, args.num, args.side):
+    across = args.width or args.side
+    spread_positions(instrument.model, args.side // 2, across // 2)
+    for clean in contents(args.pack, args.num, args.side, across):
         found = {}
         for row in rows:
             with installed(model, row, ()):
@@ -209,6 +212,7 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, help="the file of photographs, for contents")
     parser.add_argument("--begin", type=float, default=1.0, help="share of noise of the contents")
     parser.add_argument("--side", type=int, default=TRAINED, help="pixels a side of the contents")
+    parser.add_argument("--width", type=int, help="pixels across, if they are not square")
     args = parser.parse_args()
     if args.table == "contents" and not (args.pack and args.pack.is_file()):
         parser.error(f"--pack: expected the file of photographs, got {args.pack}")

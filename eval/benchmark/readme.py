@@ -160,7 +160,8 @@ CASES = (
     ),
     _case(
         "video", "transformer of clips, 4 steps, guidance 2 (changes of frames)", "", 16, 4,
-        f"mame-default,{FEWER},{COPIED},second-frames,random-0.25,mean-attention", (2, 2),
+        f"mame-default,{FEWER},{COPIED},copied-frames,second-frames,random-0.25,mean-attention",
+        (2, 2),
         own=RESTORED, load=partial(_instrument, "video"),
     ),
     _case(

@@ -89,6 +89,12 @@ def _copied(share: float) -> Any:
     return Copied(MaMeConfig(mlp_keep=share))
 
 
+def _copied_frames() -> Any:
+    from ..rivals.copied import Copied
+
+    return Copied(MaMeConfig(keep=1, mlp_keep=0.5), frames=True)
+
+
 def _merging(**fields: Any) -> Callable[[], Merging]:
     return lambda: Merging(MaMeConfig(**fields))
 
@@ -120,6 +126,7 @@ NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
         "rival",
         partial(_rival, "second frames", "second_frames", frames=True),
     ),
+    "copied-frames": ("MLPs of every second frame, copied", "rival", _copied_frames),
     "todo-2": (
         "ToDo, one key of 2 × 2",
         "rival",

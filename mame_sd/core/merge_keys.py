@@ -193,7 +193,8 @@ def _average(
         slots: list[Tensor] = []  # [B, T * P, H, D]
         for t in (k, v):
             by_token = t.transpose(1, 2)
-            if t.is_cuda or by_token.is_contiguous() or not t.is_contiguous():
+            whole = t.device.type == "cpu" and t.is_contiguous() and not isinstance(t, FakeTensor)
+            if not whole or by_token.is_contiguous():
                 image = by_token[:, start:last] if start else by_token
                 slots.append(image.index_select(1, cells.order))
             else:  # a CPU would copy all of `by_token` to read its rows

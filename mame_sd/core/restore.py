@@ -94,9 +94,9 @@ class ChosenTokens:
 
         The result has the dtype of f, and is exact on the chosen tokens.
         """
-        if parts.dtype.itemsize < 4:  # the coefficients of f need more bits than 16
-            return torch.bmm(self.weights().to(parts.dtype), parts)
         with no_autocast(parts):
+            if parts.dtype.itemsize < 4:  # the coefficients of f need more bits than 16
+                return torch.bmm(self.weights().to(parts.dtype), parts)
             dtype = torch.promote_types(parts.dtype, self.kernel.dtype)
             kernel, factor, wide = (t.to(dtype) for t in (self.kernel, self.factor, parts))
             mean = wide.mean(1, keepdim=True)
@@ -105,13 +105,12 @@ class ChosenTokens:
             y = torch.baddbmm(mean, kernel, coefficients).to(parts.dtype)
         return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts)
 
-    @torch.no_grad()
     def weights(self) -> Tensor:
         """Return how much each chosen token counts for each slot, [B * T, P, K].
 
         Rows sum to 1. The row of a chosen token is one at its own place and zero elsewhere.
         """
-        with no_autocast(self.kernel):
+        with torch.no_grad(), no_autocast(self.kernel):  # torch.compile can't follow a decorator
             half = torch.bmm(self.kernel, self.factor.transpose(1, 2))
             weights = torch.bmm(half, self.factor)
             # Subtracting the mean of the f_P and adding it again makes rows sum to 1.

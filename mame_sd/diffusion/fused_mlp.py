@@ -120,7 +120,7 @@ class FusedMLP:
             return call.run()
         reason = self._reason(call.module)
         if not reason:
-            with FusedMLPMode(_packs(call.module, self.into)) as running:
+            with FusedMLPMode(_packs(call, self.into)) as running:
                 output = call.run()
             if running.rows is None:
                 return output
@@ -148,20 +148,36 @@ def module_at(module: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _packs(block: nn.Module, into: str) -> bool:
+def _packs(call: TokensCall, into: str) -> bool:
     """Return True if a block only passes the MLP's columns to an activation of each number.
 
     Then it concatenates them to the attention's, as the single-stream blocks of diffusers do that
-    have `proj_mlp` and `act_mlp`. A LoRA that wraps the projection later adds to all tokens.
+    have `proj_mlp` and `act_mlp`. Anything that a tool has put around one of these modules may need
+    the columns of each token. Compiled graphs move no zeros.
     """
+    if torch.compiler.is_compiling() or into != "proj_mlp":
+        return False
+    block = call.module
     act: Any = getattr(block, "act_mlp", None)
-    projection, out = module_at(block, into), module_at(block, "proj_out")
-    plain = type(act) in (nn.GELU, nn.SiLU, nn.ReLU) and not act._forward_hooks
-    own = type(block).forward.__module__.startswith("diffusers.models.")
-    outermost = is_hooked(projection) and _is_outermost(projection)
-    width = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
-    as_wide = getattr(projection, "out_features", None) == width  # not gated
-    return into == "proj_mlp" and plain and own and outermost and as_wide
+    into_mlp, out = block.get_submodule(into), block.get_submodule("proj_out")
+    own: Any = type(block).forward
+    of_block = getattr(call.forward, "__func__", None) is own
+    of_each_number = type(act) in (nn.GELU, nn.SiLU, nn.ReLU) and "forward" not in vars(act)
+    hooked = of_each_number and (act._forward_hooks or act._forward_pre_hooks)
+    width: Any = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
+    return (
+        of_block
+        and own.__module__.startswith("diffusers.models.")
+        and of_each_number
+        and not hooked
+        and all(_has_own_hook(module) and _is_outermost(module) for module in (into_mlp, out))
+        and getattr(into_mlp, "out_features", None) == width  # not gated
+    )
+
+
+def _has_own_hook(module: nn.Module) -> bool:
+    """Return True if the `forward` of a module is that of our hook, with nothing around it."""
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), RestoringForward)
 
 
 def _is_plain(call: TokensCall) -> bool:
@@ -180,6 +196,6 @@ def _is_outermost(module: nn.Module | None) -> bool:
         return module is not None
     if module._forward_hooks or module._forward_pre_hooks:
         return False
-    around = vars(module).get("forward")
-    own = isinstance(getattr(around, "__self__", None), RestoringForward)
-    return own or hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
+    return (
+        _has_own_hook(module) or hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
+    )

@@ -117,8 +117,10 @@ diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
     CACHED if any(map(has_cache, (into, out))) else "" => ""
     linear.weight[:, :width], linear.bias => linear.weight[:, :width]
     NOT_PLAIN if self.ahead and not _is_plain(call) else "" => ""
-    not act._forward_hooks => True
-    into == "proj_mlp" and plain and own and outermost => into == "proj_mlp" and plain and own
+    act._forward_hooks or act._forward_pre_hooks => act._forward_hooks
+    nn.ReLU) and "forward" not in vars(act) => nn.ReLU)
+    of_block = getattr(call.forward, "__func__", None) is own => of_block = True
+    and all(_has_own_hook(module) and _is_outermost(module) => and all(True
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False

@@ -233,8 +233,9 @@ def test_autocast_leaves_the_fit_in_full_precision() -> None:
     torch.testing.assert_close(found.float(), want, rtol=3e-2, atol=3e-2)
 
 
-def test_one_graph_gives_the_same() -> None:
-    x, fn = tokens(2, 3 + 225, 6, dtype=torch.float32), mlp(torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_graph_gives_the_same(dtype: torch.dtype) -> None:
+    x, fn = tokens(2, 3 + 225, 6, dtype=dtype), mlp(dtype)
 
     def call(x: Tensor, draw: Tensor) -> Tensor:
         return restored(fn, x, (15, 15), 0.25, 3, draw=draw, tile_size=8)

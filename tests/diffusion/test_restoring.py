@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
+from mame_sd.diffusion import fused_mlp
 from mame_sd.diffusion.fused_mlp import NOT_PLAIN, REPLACED
 from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
+from mame_sd.diffusion.rows import FusedMLPMode
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (
@@ -406,21 +409,72 @@ def test_other_tools_around_a_shared_projection_out(name: str, how: str) -> None
     assert changed.isfinite().all()
 
 
-def test_an_activation_that_is_watched_gets_the_columns_of_each_token() -> None:
-    """Otherwise it gets those of the computed tokens alone, dealt out to all tokens."""
-    model, once, single = fused_model("FluxTransformer2DModel")
+def by_token(x: Tensor) -> Tensor:
+    return x * torch.linspace(0.5, 2, x.shape[1])[:, None]
+
+
+def around_forward(module: nn.Module) -> None:
+    forward = module.forward
+    vars(module)["forward"] = lambda *args: by_token(forward(*args))
+
+
+def around_block(block: Any) -> None:
+    """Put an own forward on a block, as tools do that weigh the MLP by token."""
+    mlp = torch.nn.Sequential(block.proj_mlp, block.act_mlp)
+
+    def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **kw: Any) -> Any:
+        joint = torch.cat([encoder_hidden_states, hidden_states], 1)
+        normed, gate = self.norm(joint, emb=kw["temb"])
+        attended = self.attn(hidden_states=normed, image_rotary_emb=kw["image_rotary_emb"])
+        both = torch.cat([attended, by_token(mlp(normed))], 2)
+        joint = joint + gate.unsqueeze(1) * self.proj_out(both)
+        return joint.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], 1)
+
+    block.forward = MethodType(forward, block)
+
+
+TOOLS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda block: None,
+    "block": around_block,
+    "forward of act_mlp": lambda block: around_forward(block.act_mlp),
+    "forward of proj_mlp": lambda block: around_forward(block.proj_mlp),
+    "hook": lambda block: block.act_mlp.register_forward_hook(lambda _, args, y: by_token(y)),
+    "hook before": lambda block: block.act_mlp.register_forward_pre_hook(
+        lambda _, args: (by_token(args[0]),)
+    ),
+    "offloaded": lambda block: cpu_offload(block, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_tools_around_the_activation_get_the_columns_of_each_token(
+    tool: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tool only the computed tokens' columns move through a block."""
+    model, once, _ = fused_model("FluxTransformer2DModel")
+    block, packed, pack = model.get_submodule("single_transformer_blocks.0"), [], FusedMLPMode.pack
+
+    def counted(self: FusedMLPMode, *args: Any) -> Tensor:
+        packed.append(args)
+        return pack(self, *args)
+
+    monkeypatch.setattr(FusedMLPMode, "pack", counted)
+    if when == "before":
+        TOOLS[tool](block)
     handle = restored(model, "mlp")
-    assert single(handle) > 0
-    block: Any = model.get_submodule("single_transformer_blocks.0")
-    widths, without = [], once()
-    act, gelu = block.act_mlp, block.act_mlp.forward
-    act.forward = lambda x: widths.append(x.shape[-1]) or gelu(x)
-    torch.testing.assert_close(once(), without)
-    act.register_forward_hook(lambda _, args, y: widths.append(y.shape[-1]))
-    torch.testing.assert_close(once(), without)
-    narrow, *wide = widths
-    assert narrow < block.mlp_hidden_dim
-    assert set(wide) == {block.mlp_hidden_dim}
+    if when == "after":
+        TOOLS[tool](block)
+    blocks = len(model.get_submodule("single_transformer_blocks"))
+    found, count = once(), len(packed)
+    monkeypatch.setattr(fused_mlp, "_packs", lambda *_: False)
+    torch.testing.assert_close(found, once())
+    assert len(packed) == count
+    around = tool != "none" and not (tool == "forward of proj_mlp" and when == "before")
+    if tool == "block" and when == "after":  # it replaced our hook
+        assert "single_transformer_blocks.0" in str(handle.report())
+    else:
+        assert count == blocks - around
 
 
 @pytest.mark.parametrize("name", FUSED)
