@@ -16,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from skimage import data
 from torch import Tensor
 
-from mame_sd.eval.networks.pretrained import DEVIATION, MEAN, load_dinov2
+from mame_sd.eval.networks.pretrained import load_dinov2, normalised
 from mame_sd.eval.perception.methods import RIVALS, Method, at_flops, merged
 from mame_sd.eval.stats import mean_interval, paired_difference
 from mame_sd.eval.tables import interval_cell, markdown_table
@@ -64,9 +63,7 @@ def pixels_of(image: Image.Image, side: int) -> Tensor:
     edge = min(image.size)
     left, top = (image.width - edge) // 2, (image.height - edge) // 2
     image = image.crop((left, top, left + edge, top + edge))
-    image = image.resize((side, side), Image.Resampling.BICUBIC)
-    x = torch.from_numpy(np.asarray(image, np.float32) / 255)
-    return ((x - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1)[None]
+    return normalised(image.resize((side, side), Image.Resampling.BICUBIC))
 
 
 @torch.no_grad()

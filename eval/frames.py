@@ -80,9 +80,13 @@ def check_read(files: Iterable[Path]) -> None:
 
 
 def frames_in(folder: Path) -> list[Path]:
-    """Return the images in a folder, ordered by the numbers in their names."""
+    """Return the images in a folder, at least one, ordered by the numbers in their names."""
     check_read(folder.iterdir())
     files = [one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES]
+    if not files:
+        raise UserError(
+            f"expected frames ({', '.join(SUFFIXES)}) in {folder}, found none; take the folder out"
+        )
     return sorted(files, key=lambda one: [int(n) for n in re.findall(r"\d+", one.stem)])
 
 

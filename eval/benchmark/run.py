@@ -115,7 +115,9 @@ class Benchmark:
             for name, run in runs.items():
                 self._score(name, run, runs[BASELINE])
             self._compare_rows(runs[BASELINE])
-            self.judge()
+            if any(row.name == FLOOR for row in self.results.measured):
+                self.results.sensitivity = sensitivity(self.results.measured, FLOOR, RIVAL)
+                self._save()
             self._check(runs[BASELINE])
         self.process.wait()
         return self.results
@@ -251,13 +253,6 @@ class Benchmark:
                     row.values[name], p=difference["p"], against=other.name, difference=difference
                 )
         self._save()
-
-    def judge(self) -> None:
-        """Say whether the model and prompts can distinguish methods, if mean attention was run."""
-        rows = self.results.measured
-        if any(row.name == FLOOR for row in rows):
-            self.results.sensitivity = sensitivity(rows, FLOOR, RIVAL)
-            self._save()
 
     def _check(self, baseline: Run) -> None:
         """Run the sanity gates."""

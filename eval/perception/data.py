@@ -60,7 +60,7 @@ class ImageSet:
     def _pixels(self, path: Path) -> np.ndarray:
         if self.frames is None:
             return load_image(path, convert=True)
-        every: list[Any] = _frames_of(path) if path.is_dir() else _decoded(path)
+        every: list[Any] = frames_in(path) if path.is_dir() else _decoded(path)
         chosen = [every[number] for number in evenly(len(every), self.frames)]
         made = [load_image(one, convert=True) if isinstance(one, Path) else one for one in chosen]
         sizes = sorted({frame.shape[1::-1] for frame in made})
@@ -87,7 +87,7 @@ class ImageSet:
         digest = hashlib.sha256()
         for name in self.files if files is None else files:
             path = self.folder / name
-            parts = _frames_of(path) if path.is_dir() else [path]
+            parts = frames_in(path) if path.is_dir() else [path]
             size = sum(part.stat().st_size for part in parts)
             digest.update(f"{name}\0{size}\0".encode())
         return digest.hexdigest()
@@ -165,16 +165,6 @@ def _in_class(folder: Path, clips: bool) -> list[str]:
             f" {folder}; take the folder out or put them in"
         )
     return [one.name for one in matching]
-
-
-def _frames_of(folder: Path) -> list[Path]:
-    """Return the frames of a clip in the order of the numbers in their names."""
-    files = frames_in(folder)
-    if not files:
-        raise UserError(
-            f"expected frames ({', '.join(SUFFIXES)}) in {folder}, found none; take the folder out"
-        )
-    return files
 
 
 def _decoded(path: Path) -> list[np.ndarray]:

@@ -25,6 +25,8 @@ from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder, name_of
 
+from ..networks.pretrained import placed
+
 EMBEDDED_ENCODER = EMBEDDED + "clip"
 SMALLEST = 2  # pixels a side
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
@@ -97,12 +99,8 @@ class LoadedEncoder:
                 f"expected images that the model's processor brings to one size, got {names}"
                 f" ({first_line(error)}); give images of one size, or --batch-size 1"
             ) from error
-        dtype = next(iter(self.model.parameters())).dtype
-        return {
-            name: value.to(self.device, dtype if value.is_floating_point() else None)
-            for name, value in made.items()
-            if name != "pixel_attention_mask"
-        }
+        made.pop("pixel_attention_mask", None)
+        return placed(made, self.model)
 
 
 def check_size(image: np.ndarray, name: str) -> None:
@@ -167,12 +165,8 @@ def load_encoder(choice: ModelChoice) -> LoadedEncoder:
 def _downloaded(choice: ModelChoice, name: str) -> str:
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(
-        name,
-        revision=choice.revision,
-        local_files_only=choice.offline,
-        allow_patterns=list(_FILES),
-    )
+    where: dict[str, Any] = {"revision": choice.revision, "local_files_only": choice.offline}
+    return snapshot_download(name, allow_patterns=list(_FILES), **where)
 
 
 def _of_transformers(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
