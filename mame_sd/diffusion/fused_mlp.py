@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mame_sd.diffusion.context import Tokens
 from mame_sd.diffusion.hook_registry import is_hooked
 from mame_sd.diffusion.restoring import CACHED, PartHook, RestoringForward, TokensCall, has_cache
-from mame_sd.diffusion.rows import FusedMLPMode, Rows, running_fused_mlp, running_rows
+from mame_sd.diffusion.rows import FusedMLPCall, FusedMLPMode, Rows, running_fused_mlp, running_rows
 
 NOT_PLAIN = "its projection of queries, keys and MLP has a LoRA or is quantised"
 REPLACED = "another tool has replaced or hooked its projection, as a LoRA added later"
@@ -27,7 +27,7 @@ REPLACED = "another tool has replaced or hooked its projection, as a LoRA added 
 class FusedInHook(PartHook):
     """Compute the projection into an MLP on a few tokens.
 
-    If the block allows it (`FusedMLPMode.packs`), these tokens' columns are dealt out to all
+    If the block allows it (`FusedMLPCall.packs`), these tokens' columns are dealt out to all
     tokens, so that activation and concatenation move no more than that. Otherwise all other tokens
     get zeros, which `FusedOutHook` does not read.
 
@@ -120,7 +120,8 @@ class FusedMLP:
             return call.run()
         reason = self._reason(call.module)
         if not reason:
-            with FusedMLPMode(_packs(call, self.into)) as running:
+            running = FusedMLPCall(_packs(call, self.into))
+            with FusedMLPMode(running):
                 output = call.run()
             if running.rows is None:
                 return output

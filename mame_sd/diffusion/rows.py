@@ -97,21 +97,20 @@ def running_rows() -> Rows | None:
     return None if mode is None else mode.rows
 
 
-class FusedMLPMode(_BlockMode):
-    """Let a block restore its MLP, which shares projections with its attention, while entered.
-
-    The projection into the MLP sets `rows`, and the projection out of it takes them.
+class FusedMLPCall:
+    """Hold what the projections of a block share that restores its MLP (`fused_mlp.FusedMLP`).
 
     Args:
         packs: True if the block passes the MLP's columns on, number by number.
+
+    Attributes:
+        rows: set by the projection into the MLP, and taken by the projection out of it.
     """
 
-    rows: Rows | None = None
-    _shape = torch.Size()
-
-    def __init__(self, packs: bool = False) -> None:
-        super().__init__()
+    def __init__(self, packs: bool) -> None:
         self.packs = packs
+        self.rows: Rows | None = None
+        self._shape = torch.Size()
 
     def pack(self, hidden: Tensor, count: int) -> Tensor:
         """Deal out the columns of a few tokens, [B, n', C], to `count` tokens, [B, n, c]."""
@@ -126,9 +125,18 @@ class FusedMLPMode(_BlockMode):
         return packed.flatten(1)[:, : count * width].view(batch, count, width)
 
 
-def running_fused_mlp() -> FusedMLPMode | None:
-    """Return the innermost block's FusedMLPMode. If no such block is running, return None."""
-    return innermost(FusedMLPMode)
+class FusedMLPMode(_BlockMode):
+    """Let a block restore its MLP, which shares projections with its attention, while entered."""
+
+    def __init__(self, call: FusedMLPCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+def running_fused_mlp() -> FusedMLPCall | None:
+    """Return the call of the innermost block that restores a fused MLP, or None."""
+    mode = innermost(FusedMLPMode)
+    return None if mode is None else mode.call
 
 
 def needs_all_rows(attention: Any) -> bool:

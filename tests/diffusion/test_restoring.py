@@ -24,7 +24,7 @@ from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
 from mame_sd.diffusion import fused_mlp
 from mame_sd.diffusion.fused_mlp import NOT_PLAIN, REPLACED
 from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
-from mame_sd.diffusion.rows import FusedMLPMode
+from mame_sd.diffusion.rows import FusedMLPCall
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (
@@ -453,13 +453,13 @@ def test_tools_around_the_activation_get_the_columns_of_each_token(
 ) -> None:
     """Without a tool only the computed tokens' columns move through a block."""
     model, once, _ = fused_model("FluxTransformer2DModel")
-    block, packed, pack = model.get_submodule("single_transformer_blocks.0"), [], FusedMLPMode.pack
+    block, packed, pack = model.get_submodule("single_transformer_blocks.0"), [], FusedMLPCall.pack
 
-    def counted(self: FusedMLPMode, *args: Any) -> Tensor:
+    def counted(self: FusedMLPCall, *args: Any) -> Tensor:
         packed.append(args)
         return pack(self, *args)
 
-    monkeypatch.setattr(FusedMLPMode, "pack", counted)
+    monkeypatch.setattr(FusedMLPCall, "pack", counted)
     if when == "before":
         TOOLS[tool](block)
     handle = restored(model, "mlp")
@@ -695,3 +695,15 @@ def test_repeated_blocks_compile_once(kind: str, blocks: int, graphs: int) -> No
         torch.testing.assert_close(run_unet(unet), want)
         assert counted["unique_graphs"] == graphs
     assert reasons(handle, kind) == {""}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", FUSED)
+def test_blocks_that_fuse_mlp_and_attention_compile_to_one_graph(name: str) -> None:
+    model, once, _ = fused_model(name)
+    restored(model, "mlp")
+    want = once()
+    with fresh_graphs():
+        for block in model.get_submodule("single_transformer_blocks").children():
+            block.compile(fullgraph=True, backend="eager")
+        torch.testing.assert_close(once(), want)
