@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -363,10 +362,10 @@ def merged_call(
     if not merges:
         why = route if isinstance(route, str) else KEEPS_ALL
         stats.skipped(why, layer.count(call, layout))
-        if rows is not None and config.tau is None:
-            route = layer.route(call, layout, of_all_keys(config))
         if rows is None:
             return call.run()
+        if config.tau is None:
+            route = layer.route(call, layout, config.replace(keep=1, min_tokens=1))
     if isinstance(route, str):
         return call.run()
     size = route.tokens.size
@@ -390,14 +389,3 @@ def merged_call(
         note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
-
-
-def of_all_keys(config: MaMeConfig) -> MaMeConfig:
-    """Return `config` with settings that keep all keys, for layers of any size."""
-    make = _of_all_keys  # torch.compile warns about lru_cache
-    return make.__wrapped__(config) if torch.compiler.is_compiling() else make(config)
-
-
-@lru_cache(maxsize=64)
-def _of_all_keys(config: MaMeConfig) -> MaMeConfig:
-    return config.replace(keep=1, min_tokens=1)

@@ -92,11 +92,10 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
                     f"--model {name}: expected the tensor {weight}, found none; download it again"
                 )
         saved = None if source.is_file() else read_saved_merging(source)
-    if choice.scheduler is not None:
-        _set_scheduler(pipe, choice.scheduler)
-    add_loras(pipe, choice.loras, choice.offline)
-    pipe.set_progress_bar_config(disable=True)
-    with _loading(name):
+        if choice.scheduler is not None:
+            _set_scheduler(pipe, choice.scheduler)
+        add_loras(pipe, choice.loras, choice.offline)
+        pipe.set_progress_bar_config(disable=True)
         pipe.to(device)
         digest = digest_of(source)
     own = {"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__}
