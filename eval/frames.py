@@ -19,9 +19,9 @@ UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".ppm", ".pgm", ".sv
 _SPACES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of colour profiles
 
 
-def is_turned(image: Image.Image) -> bool:
-    """Return True if EXIF says that the pixels must be turned or mirrored to be seen upright."""
-    return image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
+def orientation(image: Image.Image) -> int:
+    """Return EXIF's orientation: 1 is upright, 2 to 8 are turned or mirrored, 5 to 8 lie down."""
+    return int(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def in_srgb(image: Image.Image) -> Image.Image:

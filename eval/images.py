@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from mame_sd.errors import UserError
 
-from .frames import SUFFIXES, as_shown, check_read, in_srgb, is_turned
+from .frames import SUFFIXES, as_shown, check_read, in_srgb, orientation
 
 ROUNDING = 1  # by which a profile of sRGB itself may change an 8-bit value
 _PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
@@ -91,7 +91,7 @@ def turned_note(files: Iterable[Path]) -> str:
     count = 0
     for file in files:
         with contextlib.suppress(Exception), Image.open(file) as image:  # loading reports it
-            count += is_turned(image)
+            count += orientation(image) in range(2, 9)
     return (
         f"{count} image{'s are' if count > 1 else ' is'} turned as EXIF says, as viewers do"
         if count
@@ -107,7 +107,7 @@ def size_of(file: Path) -> tuple[int, int]:
     try:
         with Image.open(file) as image:
             width, height = image.size
-            across = image.getexif().get(ExifTags.Base.Orientation, 1) in range(5, 9)
+            across = orientation(image) in range(5, 9)
     except Exception:  # load_image explains it
         height, width = load_image(file).shape[:2]
         across = False

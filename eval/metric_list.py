@@ -83,11 +83,17 @@ _SPEEDUP = (
 _CPU = "CPU seconds of all cores per image, which other programs hardly change; only on a CPU."
 _MEMORY = "Largest total of tensors at once, weights included."
 _CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; only on a CPU."
-_FD = "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to {}."
+_FD = (
+    "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to the reference"
+    " set."
+)
 _KID = "Squared kernel distance of {} features (arXiv 1801.01401), unbiased, to {}."
-_DINO: dict[str, Any] = {"digits": 2, "network": "dinov2-saliency"}
-_REFERENCE = "the reference set"
 _INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
+_TO_REFERENCE: dict[str, Any] = {"needs": "set", "better": "lower"}
+_INCEPTION_SETS = {**_INCEPTION, **_TO_REFERENCE}
+_DINO_SETS = {"digits": 2, "network": "dinov2-saliency", **_TO_REFERENCE}
+_KID_INCEPTION = _KID.format("Inception", "the reference set, times 1,000")
+_KID_DINO = _KID.format("DINOv2-S", "the reference set")
 _EVERY = (
     fidelity("lpips", "LPIPS", "lower", _LPIPS, network="lpips-alex"),
     fidelity("psnr", "PSNR", "higher", _PSNR, unit="dB", digits=2),
@@ -95,24 +101,10 @@ _EVERY = (
     fidelity("ssim", "SSIM", "higher", _SSIM),
     fidelity("clip_image", "CLIP image cosine", "higher", _COSINE, network="clip"),
     fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
-    quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
-    quality(
-        "kid",
-        "KID",
-        "set",
-        _KID.format("Inception", f"{_REFERENCE}, times 1,000"),
-        better="lower",
-        **_INCEPTION,
-    ),
-    quality("fd_dinov2", "FD-DINOv2", "set", _FD.format(_REFERENCE), better="lower", **_DINO),
-    quality(
-        "kid_dinov2",
-        "KID-DINOv2",
-        "set",
-        _KID.format("DINOv2-S", _REFERENCE),
-        better="lower",
-        **_DINO,
-    ),
+    quality("fid", "FID", about=_FID, **_INCEPTION_SETS),
+    quality("kid", "KID", about=_KID_INCEPTION, **_INCEPTION_SETS),
+    quality("fd_dinov2", "FD-DINOv2", about=_FD, **_DINO_SETS),
+    quality("kid_dinov2", "KID-DINOv2", about=_KID_DINO, **_DINO_SETS),
     quality("is", "IS", "alone", _IS, **_INCEPTION),
     quality("clip_score", "CLIP score", "image", _CLIP, digits=2, network="clip"),
     cost("latency", "Latency", "s", 2, _LATENCY),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from mame_sd.runs.generate import environment
@@ -18,9 +15,9 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import InstalledMethod
 from mame_sd.runs.sampling import sample
 
-from ..timing import peak_bytes, timed, weight_bytes
+from ..timing import peak_bytes, weight_bytes
 from .rows import Row
-from .timings import Timing, timed_rounds
+from .timings import Timing, timed_rounds, timing_of
 
 WARM_UP_STEPS = 2
 
@@ -57,7 +54,7 @@ def bench(
         "methods": {row.name: row.config for row in rows},
     }
     by_name = {row.name: row for row in rows}
-    peaks: dict[str, dict[str, Any]] = {}
+    peaks: dict[str, int] = {}
 
     def warm_up(name: str) -> None:
         with installed(model, by_name[name], batches[0]):
@@ -65,12 +62,12 @@ def bench(
         # CUDA counts while it is timed, a CPU in a separate call.
         if model.pipe.device.type == "cpu":
             one = replace(settings, steps=1)
-            peaks[name] = {"allocated": peak_call(model, one, batches[0], by_name[name])}
+            peaks[name] = peak_call(model, one, batches[0], by_name[name])
 
     def call(name: str, number: int) -> Timing:
         row, batch = by_name[name], batches[number % len(batches)]
         timing = timed_call(model, row.sampling(settings), batch, row)
-        return replace(timing, **peaks.get(name, {}))
+        return replace(timing, allocated=peaks.get(name, timing.allocated))
 
     return timed_rounds(
         list(by_name), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress
@@ -101,33 +98,13 @@ def timed_call(
         settings: settings of the row's images.
         jobs: the images of one batch.
         row: the row.
-
-    Returns:
-        Seconds per image, and peak bytes if the device counts them while it is timed (CUDA).
     """
-    device = model.pipe.device
     with installed(model, row, jobs):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        before = time.process_time()
-        _, seconds = timed(lambda: sample(model, settings, jobs), device)
-        used = (time.process_time() - before) / len(jobs)
-    return Timing(
-        seconds / len(jobs),
-        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        used if device.type == "cpu" else None,
-    )
+        return timing_of(lambda: sample(model, settings, jobs), len(jobs), model.pipe.device)
 
 
 def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row) -> int:
-    """Measure the peak bytes of one call on a CPU, weights included.
-
-    Args:
-        model: the model.
-        settings: settings of the images.
-        jobs: the images of one batch.
-        row: the row.
-    """
+    """Measure the peak bytes of one call on a CPU, weights included; arguments as `timed_call`."""
     with installed(model, row, jobs):
         allocated = peak_bytes(lambda: sample(model, settings, jobs))
     parts = [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]

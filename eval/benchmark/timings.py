@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..results.schema import Gate, Value
 from ..runner import Store, measure_cases
 from ..stats import median_interval
-from ..timing import quartiles
+from ..timing import quartiles, timed
 
 FORMAT = "mame-sd timings 3"
 KEYS = ("round", "method")
@@ -34,6 +37,21 @@ class Timing:
     seconds: float
     allocated: int | None = None
     cpu: float | None = None
+
+
+def timing_of(call: Callable[[], object], count: int, device: torch.device) -> Timing:
+    """Time one call that makes or reads `count` images, on an idle device.
+
+    CUDA counts its peak of memory while it is timed, a CPU only in a separate call (`peak_bytes`).
+    """
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = time.process_time()
+    _, seconds = timed(call, device)
+    cpu = (time.process_time() - before) / count if device.type == "cpu" else None
+    peak = torch.cuda.max_memory_allocated(device) if on_cuda else None
+    return Timing(seconds / count, peak, cpu)
 
 
 def timed_rounds(

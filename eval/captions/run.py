@@ -32,9 +32,8 @@ from ..stats import mean_interval, paired_difference
 from ..tables import interval_cell, markdown_table
 from ..timing import seconds_of
 from .model import EMBEDDED, Captioner, load_captioner
-from .references import Pictures, read_references
+from .references import SCORES, Pictures, language_scores, read_references
 from .rows import ROWS, chosen_rows
-from .scores import SCORES, language_scores
 from .settings import CaptionSettings
 
 BASELINE = "baseline"

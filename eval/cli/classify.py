@@ -52,7 +52,7 @@ def run_classify(
     images = open_images(options.data, options.num, encoder.frames)
     if said := turned_note(images.folder / name for name in images.files):
         note(said)
-    head, images, about = make_head(encoder, images, options)
+    head, images, about = _head(encoder, images, options)
     results = Classification(
         suite=options.suite,
         asked=Asked(head, images, options.batch_size),
@@ -68,18 +68,12 @@ def run_classify(
     return results
 
 
-def make_head(
+def _head(
     encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions
 ) -> tuple[Head, ImageSet, dict[str, Any]]:
     """Return how the model answers, the images with its class numbers, and JSON values on both.
 
-    Args:
-        encoder: the model.
-        images: the images.
-        options: the options.
-
-    Raises:
-        UserError: options or folders don't fit the model.
+    Raises UserError if options or folders don't fit the model.
     """
     names, templates = options.classes, options.templates
     if not (encoder.classifies or encoder.compares_text):

@@ -9,16 +9,16 @@ Both files grow as results are made, so that a stopped run continues.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..benchmark.timings import Timing, timed_rounds
+from ..benchmark.timings import Timing, timed_rounds, timing_of
 from ..runner import Store, measure_cases
-from ..timing import peak_bytes, timed, weight_bytes
+from ..timing import peak_bytes, weight_bytes
 from .data import ImageSet
 from .heads import Head
 from .methods import Method
@@ -143,7 +143,7 @@ def speed_of(
     """
     head, model = asked.head, asked.head.encoder.model
     alike = [batch for batch in asked.batches if len(batch) == len(asked.batches[0])]
-    device, on_cuda = head.encoder.device, head.encoder.device.type == "cuda"
+    device = head.encoder.device
     ready: dict[int, Mapping[str, Tensor]] = {}
     peaks: dict[str, int] = {}
 
@@ -164,12 +164,11 @@ def speed_of(
     def call(name: str, number: int) -> Timing:
         batch = inputs(number)
         with methods[name].on(model):
-            if on_cuda:
+            if device.type == "cuda":
                 head.logits(batch)  # the first after a change of rows fills caches
-                torch.cuda.reset_peak_memory_stats(device)
-            logits, seconds = timed(lambda: head.logits(batch), device)
-            peak = torch.cuda.max_memory_allocated(device) if on_cuda else peaks.get(name)
-        return Timing(seconds / len(logits), allocated=peak)
+            timing = timing_of(lambda: head.logits(batch), len(alike[0]), device)
+        peak = peaks.get(name, timing.allocated)
+        return replace(timing, allocated=peak, cpu=None)  # which no record of these timings has
 
     return timed_rounds(
         list(methods), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress

@@ -18,7 +18,7 @@ from mame_sd import mame
 from mame_sd.captions.captioner_registry import images_of
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
-from mame_sd.eval.captions.references import Pictures, read_references
+from mame_sd.eval.captions.references import SCORES, Pictures, read_references
 from mame_sd.eval.captions.rows import ROWS, chosen, chosen_rows, divprune
 from mame_sd.eval.captions.run import (
     CHANCE,
@@ -28,7 +28,6 @@ from mame_sd.eval.captions.run import (
     run_caption,
     table,
 )
-from mame_sd.eval.captions.scores import SCORES
 from mame_sd.eval.captions.settings import CaptionSettings
 from mame_sd.eval.perception.rivals import rival_on
 from mame_sd.eval.perception.rules import ToMe
