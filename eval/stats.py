@@ -152,7 +152,7 @@ def wilson(successes: int, n: int) -> dict[str, Any]:
     Raises:
         ValueError: there are no trials, or more successes than trials.
     """
-    from scipy.stats import binomtest  # scoring images needs no scipy, and no extra `eval`
+    from scipy.stats import binomtest
 
     low, high = binomtest(successes, n).proportion_ci(LEVEL, "wilson")
     return {"mean": 100 * successes / n, "low": float(100 * low), "high": float(100 * high), "n": n}

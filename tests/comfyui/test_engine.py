@@ -87,6 +87,8 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
 def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -> None:
     """Check the reason for refusing it: an override of another node sees none of its attention."""
     skip_other(name, OTHER_MODELS)
+    if not hasattr(engine().supported_models, HIDDEN[name].config):
+        pytest.skip(f"this engine has no {name} yet")
     model, seen = patcher(name), []
 
     def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
