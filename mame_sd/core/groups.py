@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mame_sd.compat import private
 from mame_sd.core.cells import Cells, cut
 
-_no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
+no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
 
 
 def unreadable(t: Tensor) -> bool:
@@ -297,5 +297,5 @@ def cached_tensors(make: Callable[..., Any], *args: Any) -> Any:
 @lru_cache(maxsize=256)
 def _cached_tensors(make: Callable[..., Any], *args: Any) -> Any:
     # Make no inference tensors, which autograd refuses, and none that a mode traces.
-    with torch.inference_mode(False), _no_modes(), torch.device("cpu"):
+    with torch.inference_mode(False), no_modes(), torch.device("cpu"):
         return make(*args)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from mame_sd.compat import private
+from mame_sd.core.groups import no_modes
 
 FUSED, UNFUSED = "fused", "unfused"
-_no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
 # Number of tokens from which on a layer merges, by device and kernel. For GPUs it is estimated from
 # the time of merging, 2.7 ms a layer from Python (measured on an H200, docs/gpu.md), and from the
 # time of attention at harsh assumptions. For CPUs it is measured (docs/results.md).
@@ -176,7 +175,7 @@ def asked(device: str, dtype: str, width: int, allowed: tuple[bool, ...] = ()) -
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     fused: bool | None = None
     if there and where.type not in ("mps", "meta"):
-        with torch.inference_mode(False), _no_modes():
+        with torch.inference_mode(False), no_modes():
             one = torch.empty(1, 1, 64, width, device=where, dtype=getattr(torch, dtype[6:]))
             backend = backend_of(one)
         fused = None if backend is None else backend not in (SDPBackend.MATH, SDPBackend.ERROR)

@@ -100,9 +100,7 @@ class ChosenTokens:
             dtype = torch.promote_types(parts.dtype, self.kernel.dtype)
             kernel, factor, wide = (t.to(dtype) for t in (self.kernel, self.factor, parts))
             mean = wide.mean(1, keepdim=True)
-            # Multiply twice: the inverse of the whole matrix would lose 4 of fp32's 24 bits.
-            coefficients = torch.bmm(factor.transpose(1, 2), torch.bmm(factor, wide - mean))
-            y = torch.baddbmm(mean, kernel, coefficients).to(parts.dtype)
+            y = torch.baddbmm(mean, kernel, _solved(factor, wide - mean)).to(parts.dtype)
         return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts)
 
     def weights(self) -> Tensor:
@@ -139,8 +137,7 @@ class ChosenTokens:
         with no_autocast(parts):
             y = parts.to(self.factor.dtype)
             y = y - y.mean(1, keepdim=True)
-            errors = torch.bmm(self.factor.transpose(1, 2), torch.bmm(self.factor, y))
-            errors = errors / self.factor.square().sum(1).unsqueeze(-1)
+            errors = _solved(self.factor, y) / self.factor.square().sum(1).unsqueeze(-1)
             return errors.square().sum(), y.square().sum()
 
     def take_around(self, t: Tensor, before: int) -> Tensor:
@@ -248,6 +245,12 @@ def _kernel(dots: tuple[Tensor, Tensor], squares: Tensor, chosen: Tensor) -> tup
     factor = torch.linalg.cholesky_ex(gram)[0]
     eye = cached_tensors(_eye, count, gram.dtype, gram.device).expand_as(gram)
     return kernel, torch.linalg.solve_triangular(factor, eye, upper=False)
+
+
+def _solved(factor: Tensor, y: Tensor) -> Tensor:
+    """Return G^-1 y, where `factor` is the inverse of the Cholesky factor of G."""
+    # Multiply twice: the inverse of the whole matrix would lose 4 of fp32's 24 bits.
+    return torch.bmm(factor.transpose(1, 2), torch.bmm(factor, y))
 
 
 def _eye(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -84,13 +84,9 @@ class FusedOutHook(PartHook):
         rows, running.rows = running.rows, None
         linear: Any = call.module
         width: int = linear.out_features  # of the attention's output, too
-        attention = call.x[..., :width]
-        if running.packs:
-            hidden = running.unpack(call.x[..., width:])
-        else:
-            part = rows.take(call.x)
-            assert part is not None
-            hidden = part[..., width:]
+        attention, mlp = call.x.split([width, call.x.shape[-1] - width], -1)
+        hidden = running.unpack(mlp) if running.packs else rows.take(mlp)
+        assert hidden is not None
         if _is_plain(call):
             y = F.linear(attention, linear.weight[:, :width], linear.bias)
             f = F.linear(hidden, linear.weight[:, width:])

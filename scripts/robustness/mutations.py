@@ -48,7 +48,7 @@ core/groups.py: core
     shares = (belongs / counts) => shares = (belongs / 1)
     else slots.index_select(0, led) => else slots[: len(led)]
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
-    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
+    with torch.inference_mode(False), no_modes(), => with no_modes(),
 core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
@@ -69,7 +69,7 @@ core/restore.py: core/test_restore.py
     nearest.masked_fill_(pad, -torch.finfo(dtype).max) => pass
     nearest.scatter_(1, own, -torch.inf) => pass
     weights.sub_(excess, alpha=1 / weights.shape[2]) => pass
-    torch.bmm(factor, wide - mean) => torch.bmm(factor, wide)
+    _solved(factor, wide - mean) => _solved(factor, wide)
     return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts) => return y
     .add_(RIDGE) => .add_(0.1)
     y.clamp_(-HALF_MAX, HALF_MAX) => y
