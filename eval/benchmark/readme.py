@@ -159,7 +159,7 @@ CASES = (
         load=partial(_instrument, "photographs"),
     ),
     _case(
-        "video", "transformer of clips, 4 steps, guidance 2 (changes of frames)", "", 32, 4,
+        "video", "transformer of clips, 4 steps, guidance 2 (changes of frames)", "", 64, 4,
         f"mame-default,{FEWER},{COPIED},copied-frames,second-frames,random-0.25,mean-attention",
         (2, 2),
         own=RESTORED, load=partial(_instrument, "video"),

@@ -6,16 +6,19 @@ them, as in token merging (ToMe, arXiv 2210.09461; MaRe).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.restore import ChosenTokens
+from mame_sd.core.cells import Cells
+from mame_sd.core.groups import no_autocast
+from mame_sd.core.restore import ChosenTokens, choose_slots, positions
 from mame_sd.diffusion.context import Tokens
+from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.errors import UserError
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import InstalledMethod, Merging, NotApplicable
@@ -54,8 +57,8 @@ class Copied:
             installed.remove()
             raise NotApplicable("copied: expected MLPs or blocks that can be restored, found none")
         for _, hook in installed.handle.restored:
-            choose = copying_frames if self.frames else copying
-            hook.choose = choose(hook.choose)  # type: ignore[method-assign]
+            choose = _second_frames if self.frames else _nearest
+            hook.choose = partial(choose, hook)  # type: ignore[method-assign]
         return installed
 
 
@@ -73,19 +76,21 @@ class CopiedTokens(ChosenTokens):
         return parts.gather(1, self.nearest.unsqueeze(-1).expand(-1, -1, parts.shape[-1]))
 
 
-def copying(choose: Callable[..., ChosenTokens]) -> Callable[..., ChosenTokens]:
-    """Return `choose` of a hook, so that its chosen tokens are copied to the others."""
+@torch.no_grad()
+def choose_copied(
+    x: Tensor, cells: Cells, count: int, draw: Tensor | None = None, leader: Tensor | None = None
+) -> CopiedTokens:
+    """Choose the tokens that `choose_tokens` chooses, without the cost of its fit."""
+    with no_autocast(x):
+        slots, apart = choose_slots(x, cells, count, draw, leader)
+    unfitted = (apart.new_empty(0), apart.new_empty(0))
+    at = positions(cells, slots)
+    return CopiedTokens(cells, at, slots, *unfitted, nearest=apart.argmin(-1))
 
-    def choose_and_copy(x: Tensor, *given: Any) -> ChosenTokens:
-        chosen = choose(x, *given)
-        tiles, width, count = chosen.kernel.shape
-        with torch.no_grad():
-            slots = chosen.cells.to_slots(x).reshape(tiles, width, -1).float()
-            points = chosen.take(x).reshape(tiles, count, -1).float()
-            nearest = torch.cdist(slots, points).argmin(-1)
-            return CopiedTokens(**vars(chosen), nearest=nearest)
 
-    return choose_and_copy
+def _nearest(hook: RestoreHook, x: Tensor, config: MaMeConfig, tokens: Tokens) -> CopiedTokens:
+    """Choose tokens in place of `RestoreHook.choose`."""
+    return choose_copied(x, *hook.choice(x, config, tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +109,13 @@ class CopiedFrames(ChosenTokens):
         return frames[:, : self.size[0]].flatten(1, 2)
 
 
-def copying_frames(choose: Callable[..., ChosenTokens]) -> Callable[..., ChosenTokens]:
-    """Return `choose` of a hook, so that it chooses every second frame of a video."""
-
-    def choose_frames(x: Tensor, config: MaMeConfig, tokens: Tokens) -> ChosenTokens:
-        if len(tokens.size) != 3:
-            raise NotApplicable("copied frames: expected a video, got an image")
-        every = torch.arange(tokens.count, device=x.device).unflatten(0, (tokens.size[0], -1))
-        at = every[::2].flatten().expand(len(x), -1)
-        return CopiedFrames(**{**vars(choose(x, config, tokens)), "at": at}, size=tokens.size)
-
-    return choose_frames
+def _second_frames(
+    hook: RestoreHook, x: Tensor, config: MaMeConfig, tokens: Tokens
+) -> CopiedFrames:
+    """Choose every second frame in place of `RestoreHook.choose`."""
+    if len(tokens.size) != 3:
+        raise NotApplicable("copied frames: expected a video, got an image")
+    cells, *_ = hook.choice(x, config, tokens)
+    every = torch.arange(tokens.count, device=x.device).unflatten(0, (tokens.size[0], -1))
+    at = every[::2].flatten().expand(len(x), -1)
+    return CopiedFrames(cells, at, at, *(x.new_empty(0), x.new_empty(0)), size=tokens.size)

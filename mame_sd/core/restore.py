@@ -79,8 +79,7 @@ class ChosenTokens:
         Results stay in the range of each tile's f by channel, extended by a quarter on either side.
         Gradients reach f; the kernel is a constant.
         """
-        tiles, _, count = self.kernel.shape
-        parts = f.reshape(tiles, count, f.shape[-1])
+        parts = f.reshape(*self.slots.shape, f.shape[-1])
         if self.on_error is not None:
             self.on_error(*self.left_out_error(parts))
         # Where f changes faster than the chosen tokens tell, a fit may overshoot several times.
@@ -186,57 +185,79 @@ def choose_tokens(
         The chosen tokens, and the kernel that restores all others from them.
     """
     with no_autocast(x):
-        tiles, width, cell_count = cells.tiles, cells.width, cells.m
-        batch, channels = x.shape[0], x.shape[2]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
-        drawn = drawn[: cells.kept]
-        # In fp16 a difference may leave the range: halve it. Scaling x doesn't change the kernel.
-        slots = cells.to_slots(x if x.dtype != torch.float16 else x / 2)  # [B, T * P, C]
-        first = slots.index_select(1, drawn).view(batch * tiles, cell_count, channels)
-        slots = slots.reshape(batch * tiles, width, channels)
-        # Subtract the first token of each tile: a large common part would hide small distances.
-        slots, first = slots - first[:, :1], first - first[:, :1]
-        own = (drawn % width).view(tiles, cell_count)  # places in a tile
-        own = own.expand(batch, -1, -1).reshape(-1, cell_count)
-        squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
-        # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
-        halves = squares.gather(1, own).unsqueeze(1)
-        dots = matmul_fp32(slots, first.transpose(1, 2))
-        nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares)
-        if cells.pad is not None:  # choose padding last, but never a drawn token again
-            pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
-            nearest.masked_fill_(pad, -torch.finfo(dtype).max)
-        nearest.scatter_(1, own, -torch.inf)
-        farthest = nearest.topk(count - cell_count, sorted=False).indices
-        if leader is not None and len(leader) == batch > 1:
-            farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
-        points = slots.gather(1, farthest.unsqueeze(-1).expand(-1, -1, channels))
-        others = matmul_fp32(slots, points.transpose(1, 2))
-        chosen = torch.cat([own, farthest], 1)
-        kernel, factor = _kernel((dots, others), squares, chosen)
-        starts = cached_tensors(_starts, tiles, width, x.device)
-        at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
-    return ChosenTokens(cells, at, chosen, kernel, factor, on_error)
+        slots, apart = choose_slots(x, cells, count, draw, leader)
+        kernel, factor = _kernel(apart, slots)
+    return ChosenTokens(cells, positions(cells, slots), slots, kernel, factor, on_error)
 
 
-def _kernel(dots: tuple[Tensor, Tensor], squares: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def choose_slots(
+    x: Tensor, cells: Cells, count: int, draw: Tensor | None = None, leader: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose tokens, and measure how far all others are from them.
+
+    Args:
+        x: the inputs [B, L, C] of the tokens of the grid, in row-major order.
+        cells: the tiles, and the cells of which one token each is drawn.
+        count: K, the chosen tokens of each tile.
+        draw: see `choose_tokens`.
+        leader: see `choose_tokens`.
+
+    Returns:
+        The slots of the chosen tokens in their tile, LongTensor [B * T, K], and the squared
+        distances [B * T, P, K] of the tile's tokens to them, in fp32 (fp64 for fp64).
+    """
+    tiles, width, cell_count = cells.tiles, cells.width, cells.m
+    batch, channels = x.shape[0], x.shape[2]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
+    drawn = drawn[: cells.kept]
+    # In fp16 a difference may leave the range: halve it. Scaling x doesn't change the kernel.
+    slots = cells.to_slots(x if x.dtype != torch.float16 else x / 2)  # [B, T * P, C]
+    first = slots.index_select(1, drawn).view(batch * tiles, cell_count, channels)
+    slots = slots.reshape(batch * tiles, width, channels)
+    # Subtract the first token of each tile: a large common part would hide small distances.
+    slots, first = slots - first[:, :1], first - first[:, :1]
+    own = (drawn % width).view(tiles, cell_count)  # places in a tile
+    own = own.expand(batch, -1, -1).reshape(-1, cell_count)
+    squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
+    # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
+    halves = squares.gather(1, own).unsqueeze(1)
+    dots = matmul_fp32(slots, first.transpose(1, 2))
+    nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares)
+    if cells.pad is not None:  # choose padding last, but never a drawn token again
+        pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
+        nearest.masked_fill_(pad, -torch.finfo(dtype).max)
+    nearest.scatter_(1, own, -torch.inf)
+    farthest = nearest.topk(count - cell_count, sorted=False).indices
+    if leader is not None and len(leader) == batch > 1:
+        farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
+    points = slots.gather(1, farthest.unsqueeze(-1).expand(-1, -1, channels))
+    others = matmul_fp32(slots, points.transpose(1, 2))
+    chosen = torch.cat([own, farthest], 1)
+    apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
+    apart[..., :cell_count].sub_(dots, alpha=2)
+    apart[..., cell_count:].sub_(others, alpha=2)
+    return chosen, apart.clamp_min_(0)
+
+
+def positions(cells: Cells, slots: Tensor) -> Tensor:
+    """Return the positions [B, T * K] of tokens by their slots [B * T, K] in their tile."""
+    starts = cached_tensors(_starts, cells.tiles, cells.width, slots.device)
+    return cells.order[(slots.view(-1, cells.tiles, slots.shape[1]) + starts).flatten(1)]
+
+
+def _kernel(apart: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the kernel of the fit, and factor its matrix of the chosen tokens.
 
     Args:
-        dots: products of all tokens of a tile with the drawn tokens, [B * T, P, m], and with the
-            farthest, [B * T, P, K - m].
-        squares: squared norms [B * T, P] of all tokens, in fp32 at least.
+        apart: squared distances [B * T, P, K] to the chosen tokens, which are overwritten.
         chosen: LongTensor [B * T, K], the slots of the chosen tokens.
 
     Returns:
         The kernel [B * T, P, K], and the inverse [B * T, K, K] of the Cholesky factor.
     """
     count = chosen.shape[1]
-    apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
-    for part, of in zip(apart.split([t.shape[2] for t in dots], 2), dots, strict=True):
-        part.sub_(of, alpha=2)
-    apart.clamp_min_(0)
     rows = chosen.unsqueeze(-1).expand(-1, -1, count)
     mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
     kernel = apart.div_(-BANDWIDTH * mean).exp_()

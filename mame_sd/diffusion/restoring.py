@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mame_sd.compat import outside_old_graphs
 from mame_sd.config import MaMeConfig
+from mame_sd.core.cells import Cells
 from mame_sd.core.intercept import running_job
 from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
@@ -167,18 +168,23 @@ class RestoreHook(LayerHook):
 
     def choose(self, x: Tensor, config: MaMeConfig, tokens: Tokens) -> ChosenTokens:
         """Choose among the image's tokens x [B, L, C]."""
-        keep: float = getattr(config, self.keep_of)
-        cells, count = cells_and_count(tokens.size, keep, config.seed, x.device)
-        step = self.step()
-        leader = step.leader if config.share_guidance_plan else None
-        draw = step.draw if config.redraw else None
         # Compiled regions estimate nothing.
         estimating = None if torch.compiler.is_compiling() else self.shared.estimating.value
         on_error = None
         if estimating is not None:
             estimating.add(self.stats.name)
             on_error = self.stats.errors.add
-        return choose_tokens(x, cells, count, draw, leader, on_error)
+        return choose_tokens(x, *self.choice(x, config, tokens), on_error)
+
+    def choice(
+        self, x: Tensor, config: MaMeConfig, tokens: Tokens
+    ) -> tuple[Cells, int, Tensor | None, Tensor | None]:
+        """Return the `cells`, `count`, `draw` and `leader` with which `choose` chooses tokens."""
+        keep: float = getattr(config, self.keep_of)
+        step = self.step()
+        leader = step.leader if config.share_guidance_plan else None
+        draw = step.draw if config.redraw else None
+        return *cells_and_count(tokens.size, keep, config.seed, x.device), draw, leader
 
     def features(self, image: Tensor) -> Tensor:
         """Return the features [B, L, C] of the image's tokens that the fit is made on."""

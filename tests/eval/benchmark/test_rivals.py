@@ -23,7 +23,7 @@ from mame_sd.eval.benchmark.gates import sensitivity
 from mame_sd.eval.benchmark.rows import NAMED, chosen_rows, row_named
 from mame_sd.eval.results import schema
 from mame_sd.eval.results.schema import Value
-from mame_sd.eval.rivals.copied import copying
+from mame_sd.eval.rivals.copied import choose_copied
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import (
     mean_attention,
@@ -300,7 +300,8 @@ def test_an_instrument_that_cannot_tell_says_so(
 def test_copies_are_of_the_nearest_computed_token() -> None:
     x = tokens((8, 8))
     cells, count = cells_and_count((8, 8), 0.25, 0, x.device)
-    chosen = copying(choose_tokens)(x, cells, count)
+    chosen = choose_copied(x, cells, count)
+    assert torch.equal(chosen.at, choose_tokens(x, cells, count).at)
     found = chosen.restore(chosen.take(x))
     for number in range(2):
         computed = x[number, chosen.at[number]]
