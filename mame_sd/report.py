@@ -257,10 +257,12 @@ class MaMeReport(Report):
     Attributes:
         layers: reports of self-attentions, MLPs and blocks.
         unknown: number of attentions by class that no family describes.
+        equal_text: number of equal text tokens that were computed as one, 0 if there were none.
     """
 
     layers: tuple[LayerReport, ...]
     unknown: Mapping[str, int] = field(default_factory=dict)
+    equal_text: int = 0
 
     def levels(self) -> list[LevelReport]:
         """Summarise the called layers by level, most tokens first, weighted by calls."""
@@ -282,9 +284,10 @@ class MaMeReport(Report):
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values, with `levels` and `unknown`."""
+        """Return the report as JSON values, with `levels`, `unknown` and `equal_text`."""
         levels = [{**asdict(level), "share": level.share} for level in self.levels()]
-        return {**super().to_dict(), "levels": levels, "unknown": dict(self.unknown)}
+        about = {"unknown": dict(self.unknown), "equal_text": self.equal_text}
+        return {**super().to_dict(), "levels": levels, **about}
 
     def __str__(self) -> str:
         width = max([len(layer.name) for layer in self.layers] + [len("layer")])
@@ -303,6 +306,8 @@ class MaMeReport(Report):
                 f" {counted(level.layers, 'layer')}"
                 f" {merge if level.kind == 'attention' else 'restored'}"
             )
+        if self.equal_text:
+            lines.append(f"text: {self.equal_text} equal tokens computed as one")
         if self.unknown:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.unknown.items()))
             lines.append(f"not merged: {kinds}, which no family describes (register_family)")
@@ -326,9 +331,9 @@ class MaMeReport(Report):
 
 
 def make_report(
-    stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None
+    stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None, equal_text: int = 0
 ) -> MaMeReport:
-    """Make a report of `stats`, and of `unknown` attention (see `MaMeReport`).
+    """Make a report of `stats`, of `unknown` attention and of `equal_text` (see `MaMeReport`).
 
     Raises:
         NothingMergedError: layers were called since the last reset and none could merge, for other
@@ -356,9 +361,9 @@ def make_report(
     )
     called = [layer for layer in layers if layer.calls]
     decided = any(layer.merged or layer.reason.startswith(BY_DEFAULT) for layer in called)
-    if called and not decided:
+    if called and not decided and not equal_text:
         raise NothingMergedError(_nothing_merged(called))
-    return MaMeReport(layers, unknown or {})
+    return MaMeReport(layers, unknown or {}, equal_text if called else 0)
 
 
 def _nothing_merged(called: Sequence[LayerReport]) -> str:

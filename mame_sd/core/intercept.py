@@ -27,7 +27,15 @@ from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.fit import SDPA
 from mame_sd.core.groups import Groups
-from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, Merged, merge_keys, unlike
+from mame_sd.core.merge_keys import (
+    Choice,
+    Grid,
+    KeyMerging,
+    Merged,
+    merge_keys,
+    repeats_row,
+    unlike,
+)
 
 Kernel = Callable[..., Tensor]
 Mode = TypeVar("Mode", bound=TorchFunctionMode)
@@ -136,12 +144,14 @@ class MergeJob:
         scale: scale of the logits, if the processor's scale differs from that of the call.
         kernel: computes attention over merged keys instead of the model's own kernel.
         merges: if False, keys don't merge and only `rows` applies.
+        repeats: how often the last key of the sequence counts.
         rows: LongTensor [B, n], the positions among the image's tokens of the queries to compute.
             The output is zero for all other queries of the image. If None, all queries are
             computed.
         note: text for the report.
         left: reason why the latest attention call over the grids was not merged. Empty if it was.
         merged: result of the latest attention call that merged, or None.
+        counted: True once an attention call counted its last key `repeats` times.
         calls: number of calls that merged. Attention may run sample by sample.
         inside: True while a merge or its kernel runs.
     """
@@ -158,10 +168,12 @@ class MergeJob:
     scale: float | None = None
     kernel: KernelAdapter | None = None
     merges: bool = True
+    repeats: int = 1
     rows: Tensor | None = None
     note: str = field(default="", init=False)
     left: str = field(default="", init=False)
     merged: Merged | None = field(default=None, init=False)
+    counted: bool = field(default=False, init=False)
     calls: int = field(default=0, init=False)
     inside: bool = field(default=False, init=False)
 
@@ -216,7 +228,9 @@ class MergeJob:
         self.calls += 1
         q, k, v = (call[name] for name in _NAMES[:3])
         choice = Choice(self.draw, self.leader, known)
-        self.merged = merge_keys(q, k, v, grids, self.options, given, scale, choice, first, bias)
+        self.merged = merge_keys(
+            q, k, v, grids, self.options, given, scale, choice, first, bias, self.repeats
+        )
         mask = self.merged.bias
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
             mask = mask == 0  # boolean again, as in the original call
@@ -261,6 +275,10 @@ class MergeJob:
             grids, first = placed
             if self.merges and (changed := self.merge(call, grids, first, bias)) and name:
                 self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
+            if self.repeats > 1 and changed is None:
+                row = repeats_row(call["key"].shape[2], self.repeats, call["query"])
+                changed = {**call, "attn_mask": row}
+            self.counted = True
             some = self.rows is not None and self.rows.shape[0] == call["query"].shape[0]
             if some:
                 changed = self._of_rows(changed or call, first)

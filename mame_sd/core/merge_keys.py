@@ -7,6 +7,7 @@ as it is. `intercept.py` applies this within the attention calls of a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mame_sd.core.cells import Cells
 from mame_sd.core.fit import fit_values, sized_keys
-from mame_sd.core.groups import Groups, group_tokens, make_cells, no_autocast, unreadable
+from mame_sd.core.groups import (
+    Groups,
+    cached_tensors,
+    group_tokens,
+    make_cells,
+    no_autocast,
+    unreadable,
+)
 
 # Share of the kept keys that stay as they are: the farthest from all destinations.
 UNMERGED_SHARE = 0.125
@@ -98,6 +106,7 @@ def merge_keys(
     choice: Choice = FIRST,
     first_query: int | None = None,
     size_bias: bool = True,
+    repeats: int = 1,
 ) -> Merged:
     """Merge keys, and fit values to the attention of a few queries of the first grid's tokens.
 
@@ -116,6 +125,8 @@ def merge_keys(
             or 0 if q holds the image's queries alone.
         size_bias: if True, the bias counts each group by its size. If False, the keys carry the
             sizes (`fit.sized_keys`), for kernels without a bias.
+        repeats: how often the last key counts, which is after all grids. Without a mask, and with a
+            bias.
 
     Returns:
         Keys [B, H', K, D], values [B, H', K, D'] in the dtype of v, and a bias in the dtype of q;
@@ -134,8 +145,11 @@ def merge_keys(
     with no_autocast(q):
         averages = _average(k, v, grids, options, choice, by_key, count > 0)
         key, value, log_sizes, columns, groups = averages
-        bias = fit_bias = log_sizes[:, None, None] if size_bias else None
         drawn, fit_mask = groups[0].queries, attn_mask
+        if repeats > 1:
+            log_sizes[:, -1] += math.log(repeats)
+            fit_mask = repeats_row(k.shape[2], repeats, q)
+        bias = fit_bias = log_sizes[:, None, None] if size_bias else None
         few = drawn[: max(1, count * k.shape[1] // q.shape[1])]
         if attn_mask is not None:
             zero = log_sizes.new_zeros(()) if bias is None else bias
@@ -161,6 +175,17 @@ def merge_keys(
                 v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)
             value = fit_values(some, (k, v), (key, value), fit_bias, fit_mask, scale, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
+
+
+def repeats_row(length: int, repeats: int, like: Tensor) -> Tensor:
+    """Return a mask [1, 1, 1, length] that counts the last key `repeats` times."""
+    return cached_tensors(_repeats_row, length, repeats, like.dtype, like.device)
+
+
+def _repeats_row(length: int, repeats: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    row = torch.zeros(1, 1, 1, length, dtype=dtype, device=device)
+    row[..., -1] = math.log(repeats)
+    return row
 
 
 def _average(

@@ -295,7 +295,9 @@ class MaMeHandle(Handle[ResolvedConfig]):
         restored = (hook.stats for _, hook in self.restored)
         stats = [hook.stats for _, hook in self.layers]
         counted = [*stats, *(one for one in restored if one.totals()[0])]
-        return make_report(counted, self._unknown)
+        layouts = (hook.tokens.latest for _, hook in self._hooks if isinstance(hook, SizeHook))
+        repeats = max((layout.text_repeats for layout in layouts if layout), default=1)
+        return make_report(counted, self._unknown, repeats if repeats > 1 else 0)
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
         """Yield denoisers of a pipeline that were set after `apply_mame`, each with a message.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +141,18 @@ class AttentionAdapter(ABC):
         hidden = call.arguments.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
+    def text_repeats(self, call: LayerCall, layout: Tokens) -> int:
+        """Return how many equal text tokens the last text token of a call stands for."""
+        return 1
+
+    def with_all_text(self, call: LayerCall, repeats: int) -> LayerCall:
+        """Return a call whose last text token is `repeats` tokens again."""
+        raise NotImplementedError
+
+    def counts_text(self, call: LayerCall) -> bool:
+        """Return True if the attention of a call can count its last text token several times."""
+        return False
+
     def plan(self, route: Route) -> Plan:
         """Plan which whole tokens of a call merge."""
         assert route.feature is not None
@@ -227,7 +239,7 @@ class MergedForward:
             config = setting.of_layer.get(stats.name, config)
         if config is None:
             stats.skipped(LEFT, hook.layer.count(call, hook.layout()))
-            return call.run()
+            return _unmerged(hook.layer, call, hook.layout())
         rows = running_rows() if shared.restores_blocks else None
         layout, kernel = hook.layout(), shared.kernel
         return merged_call(hook.layer, call, layout, config, stats, hook.step, kernel, rows)
@@ -356,18 +368,24 @@ def merged_call(
     if rows is not None and needs_all_rows(call.module):
         with RowsMode(None):
             return merged_call(layer, call, layout, config, stats, step, kernel)
+    repeats = 1 if layout is None or layout.text_repeats == 1 else layer.text_repeats(call, layout)
+    counts = repeats > 1 and layer.counts_text(call) and (kernel is None or kernel.takes_bias)
+    if layout is not None and repeats > 1 and not counts:
+        call, layout = layer.with_all_text(call, repeats), replace(layout, text_repeats=1)
+        image, text = merged_call(layer, call, layout, config, stats, step, kernel, rows)
+        return image, text[:, : 1 - repeats]
     route = layer.route(call, layout, config)
     keeps_all = config.keep == 1 and config.tau is None and config.reference_share is None
     merges = not (isinstance(route, str) or keeps_all)
     if not merges:
         why = route if isinstance(route, str) else KEEPS_ALL
         stats.skipped(why, layer.count(call, layout))
-        if rows is None:
+        if rows is None and repeats == 1:
             return call.run()
         if config.tau is None:
             route = layer.route(call, layout, config.replace(keep=1, min_tokens=1))
     if isinstance(route, str):
-        return call.run()
+        return _unmerged(layer, call, layout)
     size = route.tokens.size
     if config.tau is not None:
         assert route.merge_tokens is not None
@@ -375,11 +393,16 @@ def merged_call(
         stats.merged((plan,), size, route.note)
         return route.merge_tokens(route, plan)
     job = layer.job(route, stats.name, step() if merges else NO_STEP)
-    job.merges, job.kernel = merges, kernel
+    job.merges, job.kernel, job.repeats = merges, kernel, repeats
     job.rows = None if rows is None else rows.chosen.at
     with SDPAInterceptor(job):
         output = call.run() if route.run is None else route.run()
-    if not merges:  # the block's queries alone were computed
+    if repeats > 1 and not job.counted:
+        raise RuntimeError(
+            f"expected attention of {call.kind} that can be intercepted, found none in"
+            f" {stats.name}: give equal_text=False"
+        )
+    if not merges:  # the block's queries alone were computed, or equal text was counted
         return output
     if job.merged is None:
         stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
@@ -389,3 +412,12 @@ def merged_call(
         note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
+
+
+def _unmerged(layer: AttentionAdapter, call: LayerCall, layout: Tokens | None) -> Any:
+    """Return the output of a call without merging, with one row for equal text tokens."""
+    repeats = 1 if layout is None else layer.text_repeats(call, layout)
+    if repeats == 1:
+        return call.run()
+    image, text = layer.with_all_text(call, repeats).run()
+    return image, text[:, : 1 - repeats]

@@ -18,10 +18,12 @@ from operator import index
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.fit import SDPA
 from mame_sd.core.groups import unreadable
 from mame_sd.core.merge_keys import constant_along
 from mame_sd.core.min_tokens import head_width, kernel_of, too_wide
@@ -29,6 +31,7 @@ from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.processors import (
+    COUNT_TEXT,
     PLAIN,
     PLAIN_PROCESSORS,
     STOOD_IN_FOR,
@@ -114,6 +117,27 @@ class SequenceAttention(AttentionAdapter):
         if isinstance(hidden, Tensor) and hidden.dim() == 4:
             return int(hidden.shape[2] * hidden.shape[3])
         return 0 if layout is None or layout.unknown else layout.count
+
+    def text_repeats(self, call: LayerCall, layout: Tokens) -> int:
+        """Return how many equal text tokens the last one stands for, see `AttentionAdapter`."""
+        return 1 if call.arguments.get(self.family.text) is None else layout.text_repeats
+
+    def with_all_text(self, call: LayerCall, repeats: int) -> LayerCall:
+        """Return a call with all text tokens, see `AttentionAdapter`."""
+        text = call.arguments[self.family.text]
+        text = torch.cat([text, text[:, -1:].expand(-1, repeats - 1, -1)], 1)
+        return call._replace(arguments={**call.arguments, self.family.text: text})
+
+    def counts_text(self, call: LayerCall) -> bool:
+        """Return True if the attention of a call can count its last text token several times.
+
+        A mask counts it. Only a CPU's fused kernel takes a mask at no cost, and in 16 bits the
+        mask's number would be rounded.
+        """
+        text = call.arguments[self.family.text]
+        fp32 = text.dtype == torch.float32 and not torch.is_autocast_enabled(text.device.type)
+        own = F.scaled_dot_product_attention is SDPA and type(call.processor) in COUNT_TEXT
+        return own and fp32 and text.device.type == "cpu" and self.family.joint == "last"
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Any:
         """Compute the attention of merged tokens and restore them.

@@ -20,6 +20,8 @@ STOOD_IN_FOR = tuple(
     getattr(processors, name)
     for name in ("AttnProcessor", "SlicedAttnProcessor", "XFormersAttnProcessor")
 )
+# Processors of joint attention that compute it in one call over the image's and the text's tokens.
+COUNT_TEXT = (processors.JointAttnProcessor2_0, processors.FusedJointAttnProcessor2_0)
 # Processors that compute nothing but self-attention of the given tokens.
 PLAIN_PROCESSORS = frozenset(
     {

@@ -63,7 +63,8 @@ BUILT_IN = (
     Family("OmniGen", ("OmniGenTransformer2DModel",), ("Attention.self_attn",),
            at.in_sequence(at.patches, before=None), MASKED, inputs=QUERY_AND_KEY, mask=True),
     Family("Stable Diffusion 3", ("SD3Transformer2DModel", "SD3ControlNetModel"),
-           ("Attention.attn", "Attention.attn2"), at.patches, joint="last", parallel=True),
+           ("Attention.attn", "Attention.attn2"), at.patches, joint="last", parallel=True,
+           equal_text=True),
     Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), at.aura_flow,
            joint="first"),
     # Flux and similar models: positions of the image's tokens are in `img_ids`.
