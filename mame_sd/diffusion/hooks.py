@@ -77,7 +77,7 @@ class SizeHook(PreHook):
             return None
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
         self.read(module, call)
-        repeats = self._text_repeats(module, call)
+        repeats = self.text_repeats(module, call)
         if repeats == 1:
             return None
         self.tokens.value = replace(self.tokens.value, text_repeats=repeats)
@@ -87,7 +87,7 @@ class SizeHook(PreHook):
         named = {n: value for n, value in call.items() if n not in by_place}
         return (*(call[n] for n in by_place), *args[len(by_place) :]), named
 
-    def _text_repeats(self, module: nn.Module, call: Call) -> int:
+    def text_repeats(self, module: nn.Module, call: Call) -> int:
         """Return how many text tokens at the end of a call are equal, 1 if they can't be one."""
         setting, text = self.shared.now, call.get(self.family.text)
         wanted = self.family.equal_text and setting.config.equal_text

@@ -369,8 +369,7 @@ def merged_call(
         with RowsMode(None):
             return merged_call(layer, call, layout, config, stats, step, kernel)
     repeats = 1 if layout is None or layout.text_repeats == 1 else layer.text_repeats(call, layout)
-    counts = repeats > 1 and layer.counts_text(call) and (kernel is None or kernel.takes_bias)
-    if layout is not None and repeats > 1 and not counts:
+    if layout is not None and repeats > 1 and not layer.counts_text(call):
         call, layout = layer.with_all_text(call, repeats), replace(layout, text_repeats=1)
         image, text = merged_call(layer, call, layout, config, stats, step, kernel, rows)
         return image, text[:, : 1 - repeats]

@@ -18,12 +18,10 @@ from operator import index
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.fit import SDPA
 from mame_sd.core.groups import unreadable
 from mame_sd.core.merge_keys import constant_along
 from mame_sd.core.min_tokens import head_width, kernel_of, too_wide
@@ -129,15 +127,8 @@ class SequenceAttention(AttentionAdapter):
         return call._replace(arguments={**call.arguments, self.family.text: text})
 
     def counts_text(self, call: LayerCall) -> bool:
-        """Return True if the attention of a call can count its last text token several times.
-
-        A mask counts it. Only a CPU's fused kernel takes a mask at no cost, and in 16 bits the
-        mask's number would be rounded.
-        """
-        text = call.arguments[self.family.text]
-        fp32 = text.dtype == torch.float32 and not torch.is_autocast_enabled(text.device.type)
-        own = F.scaled_dot_product_attention is SDPA and type(call.processor) in COUNT_TEXT
-        return own and fp32 and text.device.type == "cpu" and self.family.joint == "last"
+        """Return True if the attention of a call can count its last text token several times."""
+        return type(call.processor) in COUNT_TEXT
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Any:
         """Compute the attention of merged tokens and restore them.
