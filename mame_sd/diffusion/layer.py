@@ -141,9 +141,9 @@ class AttentionAdapter(ABC):
         hidden = call.arguments.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
+    @abstractmethod
     def text_repeats(self, call: LayerCall, layout: Tokens) -> int:
         """Return how many equal text tokens the last text token of a call stands for."""
-        return 1
 
     def with_all_text(self, call: LayerCall, repeats: int) -> LayerCall:
         """Return a call whose last text token is `repeats` tokens again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor
 
 from mame_sd import apply_mame, embedded_pipeline
+from mame_sd.eval.benchmark.rows import chosen_rows
 from tests.matrix.models.registry import MODELS
 from tests.matrix.transformers import SD35
 
@@ -195,3 +197,13 @@ def test_a_pipeline_without_t5_says_so_and_is_itself_again_when_removed() -> Non
     assert handle.report().to_dict()["equal_text"] == 256
     handle.remove()
     assert torch.equal(made(), plain)
+
+
+def test_rivals_compute_all_text_tokens() -> None:
+    model, inputs = model_and_inputs("SD 3")
+    lengths = lengths_of_text(model)
+    rival: Any = chosen_rows("random-0.25")[1].method
+    with replace(rival, min_tokens=16).on(model) as handle:
+        output(model, inputs)
+        assert handle.report().levels()[0].layers_merged
+    assert lengths == [inputs["encoder_hidden_states"].shape[1]]
