@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import diffusers
 import torch
@@ -30,7 +29,6 @@ from benchmarks import parser_of
 from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd import mame
-from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.eval.tables import markdown_table
 
 On = Callable[[Any], AbstractContextManager[Any]]
@@ -49,7 +47,6 @@ class Case:
         batch: Samples; 2 is one guided image.
         repeats: Blocks that stand for as many, by their path: transformers are cut in depth.
         ids: Further arguments whose values are read, as they are.
-        equal_text: Number of text tokens at the end that are equal.
     """
 
     model: str
@@ -59,7 +56,6 @@ class Case:
     batch: int = 1
     repeats: Mapping[str, int] = field(default_factory=dict)
     ids: Mapping[str, Tensor] = field(default_factory=dict)
-    equal_text: int = 1
 
     def build(self, device: torch.device) -> nn.Module:
         """Make the model with seeded random weights, in `dtype` on `device`."""
@@ -205,7 +201,6 @@ CASES: dict[str, partial[Case]] = {
     "SD 1.5 at 1024": partial(unet, SD15, side=1024),
     "SDXL at 1024": partial(unet, SDXL, side=1024),
     "SD 3.5 large at 1024": partial(sd3, size=(64, 64)),
-    "SD 3.5 large at 1024, no T5": partial(sd3, size=(64, 64), equal_text=256),
     "FLUX.1 at 1024": partial(flux, size=(64, 64)),
     "FLUX.1 at 2048": partial(flux, size=(128, 128)),
     "Wan 2.1 14B, 480p": partial(wan, size=(21, 30, 52)),
@@ -338,8 +333,7 @@ def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work
         with pretended():
             named, known = case.inputs(model)
         repeats = {model.get_submodule(path): times for path, times in case.repeats.items()}
-        equal = mock.patch.object(SizeHook, "text_repeats", return_value=case.equal_text)
-        with pretended(known, capability), equal:
+        with pretended(known, capability):
             return counted(lambda: model(**named), repeats)
 
 

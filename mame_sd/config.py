@@ -118,9 +118,9 @@ class MaMeConfig:
             guidance would multiply what merging does to one sample but not to the other. The two
             samples may share a batch, or be two calls of one input. It needs `apply_mame`, which
             reads both.
-        equal_text: whether text tokens at the end of the prompt that are all equal are computed as
-            one, which counts as all of them in attention. This changes an image by rounding alone.
-            Stable Diffusion 3 has 256 such tokens without its T5 encoder. It needs `apply_mame`.
+        equal_text: whether equal text tokens at the end of a prompt are computed as one, on a CPU.
+            This changes an image by rounding alone. Stable Diffusion 3 has 256 such tokens without
+            its T5 encoder. It needs `apply_mame`.
         seed: seed of the random draws. Draws have their own generator, never the global one.
         references: share of each reference image's keys to keep; by default a quarter. If `keep` is
             given, the default keeps all. Above 0 to 1; 1 keeps all. Each reference merges on its

@@ -21,7 +21,7 @@ _ADDING = free_in_children(threading.Lock())
 NEVER_CALLED = "not called yet"
 TOO_FEW = "fewer than "  # prefix of the reason of a layer with few tokens
 # Prefixes of the lines of levels in a report.
-NAMES = {"attention": "", "mlp": "MLPs, ", "block": "blocks, "}
+NAMES = {"attention": "", "mlp": "MLPs, ", "block": "blocks, ", "text": "MLPs of text, "}
 NOTHING_MERGES = "no layer merges"  # prefix of the warning of a forward that merged nothing
 
 
@@ -125,7 +125,7 @@ class LayerStats:
     Args:
         name: name of the layer.
         device: device of the counters of compiled regions. If None, these are not counted.
-        kind: "attention", "mlp" or "block".
+        kind: "attention", "mlp", "block", or "text" for an MLP of the text.
     """
 
     def __init__(
@@ -162,6 +162,11 @@ class LayerStats:
         self.note = note
         kept = sum(plan.tokens_kept for plan in plans)
         self.sums.add(1, sum(plan.tokens_in for plan in plans), kept)
+
+    def computed_as_one(self, tokens: int, repeats: int) -> None:
+        """Count a call with `tokens` tokens, of which `repeats` are equal and computed as one."""
+        self.last_reason, self.note = None, f"{repeats} equal tokens computed as one"
+        self.sums.add(1, tokens, tokens - repeats + 1)
 
     def totals(self) -> tuple[int, int, int]:
         """Return (calls, sum of tokens in, sum of tokens kept)."""
@@ -220,9 +225,9 @@ class LayerReport(LayerTokens):
 
     `merged` is False if the latest call was not merged, for the `reason` given. With `keep`
     `tokens_kept` counts keys. `size` is (h, w) in tokens if it is known. `kind` is "attention",
-    "mlp" or "block". For MLPs and blocks `tokens_kept` counts the tokens that were computed. Level
-    0 has the most tokens. `error` is the estimated relative error of a restored layer, or None if
-    it was not estimated (`MaMeHandle.estimating_errors`).
+    "mlp", "block" or "text". For all but attention `tokens_kept` counts the tokens that were
+    computed. Level 0 has the most tokens. `error` is the estimated relative error of a restored
+    layer, or None if it was not estimated (`MaMeHandle.estimating_errors`).
     """
 
     level: int
@@ -257,12 +262,10 @@ class MaMeReport(Report):
     Attributes:
         layers: reports of self-attentions, MLPs and blocks.
         unknown: number of attentions by class that no family describes.
-        equal_text: number of equal text tokens that were computed as one, 0 if there were none.
     """
 
     layers: tuple[LayerReport, ...]
     unknown: Mapping[str, int] = field(default_factory=dict)
-    equal_text: int = 0
 
     def levels(self) -> list[LevelReport]:
         """Summarise the called layers by level, most tokens first, weighted by calls."""
@@ -284,10 +287,9 @@ class MaMeReport(Report):
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values, with `levels`, `unknown` and `equal_text`."""
+        """Return the report as JSON values, with `levels` and `unknown`."""
         levels = [{**asdict(level), "share": level.share} for level in self.levels()]
-        about = {"unknown": dict(self.unknown), "equal_text": self.equal_text}
-        return {**super().to_dict(), "levels": levels, **about}
+        return {**super().to_dict(), "levels": levels, "unknown": dict(self.unknown)}
 
     def __str__(self) -> str:
         width = max([len(layer.name) for layer in self.layers] + [len("layer")])
@@ -306,8 +308,6 @@ class MaMeReport(Report):
                 f" {counted(level.layers, 'layer')}"
                 f" {merge if level.kind == 'attention' else 'restored'}"
             )
-        if self.equal_text:
-            lines.append(f"text: {self.equal_text} equal tokens computed as one")
         if self.unknown:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.unknown.items()))
             lines.append(f"not merged: {kinds}, which no family describes (register_family)")
@@ -331,9 +331,9 @@ class MaMeReport(Report):
 
 
 def make_report(
-    stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None, equal_text: int = 0
+    stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None
 ) -> MaMeReport:
-    """Make a report of `stats`, of `unknown` attention and of `equal_text` (see `MaMeReport`).
+    """Make a report of `stats`, and of `unknown` attention (see `MaMeReport`).
 
     Raises:
         NothingMergedError: layers were called since the last reset and none could merge, for other
@@ -361,9 +361,9 @@ def make_report(
     )
     called = [layer for layer in layers if layer.calls]
     decided = any(layer.merged or layer.reason.startswith(BY_DEFAULT) for layer in called)
-    if called and not decided and not equal_text:
+    if called and not decided:
         raise NothingMergedError(_nothing_merged(called))
-    return MaMeReport(layers, unknown or {}, equal_text if called else 0)
+    return MaMeReport(layers, unknown or {})
 
 
 def _nothing_merged(called: Sequence[LayerReport]) -> str:

@@ -34,8 +34,8 @@ RESTORED = (
     *("keep=0.25", "keep=1,mlp_keep=0.125", "mlp_keep=0.25"),
     *("block_keep=0.5", "block_keep=0.25"),
 )
-# The model has no T5: 256 of its text tokens are equal. The first row computes all of them, the
-# second computes them as one and merges nothing.
+# The transformer has no T5: 256 of its text tokens are equal. The first row computes all of them,
+# the second computes them as one and merges nothing.
 TEXT = ("equal_text=False", "keep=1")
 PAPER = "mame-0.8"
 

@@ -71,10 +71,6 @@ class RivalLayer(AttentionAdapter):
         """Count the image's tokens as `inner` does."""
         return self.inner.count(call, layout)
 
-    def text_repeats(self, call: LayerCall, layout: Tokens) -> int:
-        """Return what `inner` does."""
-        return self.inner.text_repeats(call, layout)
-
     def plan(self, route: Route) -> Any:
         """Return the rival's plan."""
         assert route.feature is not None
@@ -94,14 +90,9 @@ class RivalJob(MergeJob):
     make: Any = None
 
     def merge(
-        self,
-        call: Mapping[str, Any],
-        grids: list[Grid],
-        first: int,
-        bias: bool = True,
-        repeats: int = 1,
+        self, call: Mapping[str, Any], grids: list[Grid], first: int, bias: bool = True
     ) -> dict[str, Any] | None:
-        """Merge keys and values, see `MergeJob`. `repeats` is 1, since no text counts as one.
+        """Merge keys and values, see `MergeJob`.
 
         As published, sizes aren't counted and values aren't fitted, unless the rival asks for it.
         """
@@ -176,7 +167,7 @@ class Rival:
             return torch.rand(count, generator=generators[device], device=device)
 
         # What merges is the rival's; only which of the two ways is taken is ours.
-        keys = {"keep": 0.5, "fit_queries": self.fit_queries, "equal_text": False}
+        keys: dict[str, Any] = {"keep": 0.5, "fit_queries": self.fit_queries}
         how: dict[str, Any] = keys if self.merge == "kv" else {"tau": 0.0}
 
         def maker() -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mame_sd.compat import private
 from mame_sd.core.cells import Cells, cut
 
+LEAST_EQUAL = 16  # fewer equal text tokens are computed as they are
 no_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
 
 
@@ -299,3 +300,31 @@ def _cached_tensors(make: Callable[..., Any], *args: Any) -> Any:
     # Make no inference tensors, which autograd refuses, and none that a mode traces.
     with torch.inference_mode(False), no_modes(), torch.device("cpu"):
         return make(*args)
+
+
+def equal_at_end(text: Any) -> int:
+    """Return how many tokens at the end of a text [B, N, C] are equal in each sample.
+
+    Stable Diffusion 3 without its T5 encoder passes 256 zero tokens after those of CLIP. Its text
+    has no positions, so that these tokens stay equal in all layers, and one of them can be computed
+    for all. Tokens are compared in each call, on a CPU alone, where nothing waits.
+
+    The result is 1 if they are fewer than `LEAST_EQUAL`, if they can't be compared without waiting
+    for a device, or if gradients may be wanted of each of them.
+    """
+    if not isinstance(text, Tensor) or text.dim() != 3 or text.shape[1] < LEAST_EQUAL:
+        return 1
+    if text.device.type != "cpu" or unreadable(text) or torch.is_grad_enabled():
+        return 1
+    if torch.jit.is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(text):
+        return 1
+    last = text[:, -1:]
+    if not bool((text[:, -LEAST_EQUAL:] == last).all()):
+        return 1
+    equal = (text == last).all(-1).flip(1)  # from the last token to the first
+    return int(equal.int().cumprod(1).sum(1).min())
+
+
+def all_text(text: Tensor, repeats: int) -> Tensor:
+    """Return a text [B, N, C] with its last token `repeats` times."""
+    return torch.cat([text, text[:, -1:].expand(-1, repeats - 1, -1)], 1)

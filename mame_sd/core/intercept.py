@@ -144,7 +144,7 @@ class MergeJob:
         scale: scale of the logits, if the processor's scale differs from that of the call.
         kernel: computes attention over merged keys instead of the model's own kernel.
         merges: if False, keys don't merge and only `rows` applies.
-        repeats: how often the last key of the sequence counts.
+        repeats: how often the last key of the sequence counts, in fp32.
         rows: LongTensor [B, n], the positions among the image's tokens of the queries to compute.
             The output is zero for all other queries of the image. If None, all queries are
             computed.
@@ -206,12 +206,7 @@ class MergeJob:
         return (grids, 0) if q.shape[2] == image else None
 
     def merge(
-        self,
-        call: Mapping[str, Any],
-        grids: list[Grid],
-        first: int,
-        bias: bool = True,
-        repeats: int = 1,
+        self, call: Mapping[str, Any], grids: list[Grid], first: int, bias: bool = True
     ) -> dict[str, Any] | None:
         """Return the arguments of an attention call with merged keys and values.
 
@@ -220,7 +215,6 @@ class MergeJob:
             grids: the grids at their positions among the keys.
             first: position of the first grid's first query.
             bias: if True, the kernel adds a bias to the logits.
-            repeats: how often the last key counts.
 
         Returns:
             The arguments by name, or None if the keys can't merge under the call's mask.
@@ -235,7 +229,7 @@ class MergeJob:
         q, k, v = (call[name] for name in _NAMES[:3])
         choice = Choice(self.draw, self.leader, known)
         self.merged = merge_keys(
-            q, k, v, grids, self.options, given, scale, choice, first, bias, repeats
+            q, k, v, grids, self.options, given, scale, choice, first, bias, self.repeats
         )
         mask = self.merged.bias
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
@@ -279,26 +273,17 @@ class MergeJob:
             if placed is None:
                 return unmerged()
             grids, first = placed
-            repeats = 1
-            if self.repeats > 1:
-                q, self.counted = call["query"], True
-                # Other kernels are slower with a mask, and 16 bits would round its number.
-                if bias and q.device.type == "cpu" and q.dtype == torch.float32:
-                    repeats = self.repeats
-                    row = repeats_row(call["key"].shape[2], repeats, q)
-                    changed = {**call, "attn_mask": row}
-                else:
-                    call = changed = _last_repeated(call, self.repeats)
-            merged = self.merge(call, grids, first, bias, repeats) if self.merges else None
-            changed = merged or changed
-            if merged and name:
+            if self.merges and (changed := self.merge(call, grids, first, bias)) and name:
                 self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
+            if self.repeats > 1 and changed is None:
+                row = repeats_row(call["key"].shape[2], self.repeats, call["query"])
+                changed = {**call, "attn_mask": row}
+            self.counted = True
             some = self.rows is not None and self.rows.shape[0] == call["query"].shape[0]
             if some:
                 changed = self._of_rows(changed or call, first)
             if changed is None:
                 return unmerged()
-            changed = dict(changed)
             qkv = [changed.pop(n) for n in ("query", "key", "value")]
             if adapter is None:
                 given = {n: v for n, v in changed.items() if n in call or v is not None}
@@ -347,15 +332,6 @@ class MergeJob:
         at = self.rows.view(self.rows.shape[0], *[1] * (axis - 1), count, *[1] * last)
         image = image.new_zeros(shape).scatter(axis, at.expand_as(image), image)
         return torch.cat([before, image, after], axis)
-
-
-def _last_repeated(call: Mapping[str, Any], repeats: int) -> dict[str, Any]:
-    """Return the arguments of an attention call that has its last key and value `repeats` times."""
-
-    def repeated(t: Tensor) -> Tensor:
-        return torch.cat([t, t[:, :, -1:].expand(-1, -1, repeats - 1, -1)], 2)
-
-    return {**call, "key": repeated(call["key"]), "value": repeated(call["value"])}
 
 
 class SDPAInterceptor(TorchFunctionMode):

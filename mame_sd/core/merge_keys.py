@@ -142,6 +142,8 @@ def merge_keys(
         attn_mask, by_key = _of_keys(attn_mask, q, k.shape[2])
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    if not q.dtype == k.dtype == v.dtype:  # as under autocast, where some norms return fp32
+        q, k, v = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (q, k, v))
     with no_autocast(q):
         averages = _average(k, v, grids, options, choice, by_key, count > 0)
         key, value, log_sizes, columns, groups = averages

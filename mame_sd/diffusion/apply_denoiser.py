@@ -131,7 +131,7 @@ def build_handle(
             hooks.append((module, steps[path]))
         if family is not None:
             reader = EagerSizeHook if family.eager else SizeHook
-            images[path] = reader(module, shared, family), family
+            images[path] = reader(module, shared, family.tokens), family
             hooks.append((module, images[path][0]))
         image, family = _around(path, images) or (None, IMAGE_ALONE)
         if image is None and isinstance(root, ModelMixin) and not adds_keys(module):

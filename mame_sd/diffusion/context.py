@@ -41,7 +41,6 @@ class Tokens:
         references: sizes of reference images that directly follow the tokens, in their order. They
             are the first of the tokens that `after` counts.
         timesteps: if True, each token or frame has its own timestep.
-        text_repeats: number of equal text tokens that the last text token stands for.
         count: number of tokens of the image or video.
     """
 
@@ -51,7 +50,6 @@ class Tokens:
     unknown: str = ""
     references: tuple[tuple[int, ...], ...] = ()
     timesteps: bool = False
-    text_repeats: int = 1
     count: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

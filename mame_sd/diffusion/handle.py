@@ -27,7 +27,7 @@ from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_h
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
-from mame_sd.diffusion.restoring import BlockHook, RestoreHook
+from mame_sd.diffusion.restoring import BlockHook, RestoreHook, TextHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.handle import Handle
@@ -292,12 +292,11 @@ class MaMeHandle(Handle[ResolvedConfig]):
             for module, hook in self.layers:
                 if module not in there:
                     hook.stats.last_reason = GONE
-        restored = (hook.stats for _, hook in self.restored)
+        texts = [hook for _, hook in self._hooks if isinstance(hook, TextHook)]
+        restored = (hook.stats for hook in (*(hook for _, hook in self.restored), *texts))
         stats = [hook.stats for _, hook in self.layers]
         counted = [*stats, *(one for one in restored if one.totals()[0])]
-        layouts = (hook.tokens.latest for _, hook in self._hooks if isinstance(hook, SizeHook))
-        repeats = max((layout.text_repeats for layout in layouts if layout), default=1)
-        return make_report(counted, self._unknown, repeats if repeats > 1 else 0)
+        return make_report(counted, self._unknown)
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
         """Yield denoisers of a pipeline that were set after `apply_mame`, each with a message.
@@ -364,11 +363,14 @@ class MaMeHandle(Handle[ResolvedConfig]):
         configs = [one for one in (setting.config, *setting.of_layer.values()) if one is not None]
         blocks = any(one.block_share < 1 for one in configs)
         mlps = blocks or any(one.mlp_share < 1 for one in configs)
-        return [
-            (module, hook)
-            for module, hook in self._hooks
-            if blocks or not isinstance(hook, RestoreHook) or (mlps and hook.for_mlps)
-        ]
+        text = any(one.equal_text and one.tau is None for one in configs)
+
+        def needed(hook: Any) -> bool:
+            if isinstance(hook, TextHook):
+                return text
+            return blocks or not isinstance(hook, RestoreHook) or (mlps and hook.for_mlps)
+
+        return [(module, hook) for module, hook in self._hooks if needed(hook)]
 
     def _put(self, hooks: list[Placed]) -> None:
         """Put hooks on their modules, unless they are there."""

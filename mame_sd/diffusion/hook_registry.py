@@ -17,7 +17,7 @@ _ATTRIBUTE = "_mame_hook"  # attribute of a module, its merging hook
 
 
 class PreHook:
-    """A plain forward pre-hook that reads a module's arguments, and may return other ones.
+    """A plain forward pre-hook that reads a module's arguments and changes nothing.
 
     Other tools (DeepCache, offloading) replace a module's forward. A wrapper of ours would be lost
     under theirs, or undo it. If a pre-hook has a method `after`, it is called after the module has
@@ -27,10 +27,8 @@ class PreHook:
     name: str
     after: Any = None
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Read a call. Return its new arguments, or None if they stay.
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read a call.
 
         Each class defines its own method, because `torch.compile` would compile a shared method for
         each class.

@@ -6,6 +6,7 @@ The hook that merges in a layer is `layer.MergeHook`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +15,22 @@ from torch import Tensor, nn
 
 from mame_sd.compat import names_arguments, outside_old_graphs, parameters_of
 from mame_sd.core.cells import DRAWS
-from mame_sd.core.groups import cached_tensors, unreadable
+from mame_sd.core.groups import cached_tensors
 from mame_sd.core.guidance import guidance_leaders, partition_index
 from mame_sd.core.min_tokens import BY_DEFAULT
 from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.context import NO_STEP, Call, HandleState, LazyStep, Plans, Step, Tokens
-from mame_sd.diffusion.families.family import Family, class_names, is_one_of
-from mame_sd.diffusion.families.layouts import IMAGE_MODULES, equal_at_end
+from mame_sd.diffusion.families.family import class_names, is_one_of
+from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.threads import PerTask, PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
 
+TokensOf = Callable[[Any, Call], Tokens | str | None]
 # Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 # Names of the timestep among the arguments of models.
 _TIMESTEP = ("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps")
-LEAST_EQUAL = 16  # fewer equal text tokens stay
 BY_POSITION = "{}.forward was replaced by one that doesn't name its arguments by position"
 SPREAD = (
     "{} is spread over devices by enable_parallelism (Ulysses, ring or tensor parallel), where"
@@ -38,28 +39,20 @@ SPREAD = (
 
 
 class SizeHook(PreHook):
-    """Note the layout of the tokens in a forward of the model, or of a part with merging layers.
-
-    Equal text tokens at the end of the prompt are passed on as one (`Tokens.text_repeats`).
-    """
+    """Note the layout of the tokens in a forward of the model, or of a part with merging layers."""
 
     name = "mame_size"
 
-    def __init__(self, module: nn.Module, shared: HandleState, family: Family) -> None:
+    def __init__(self, module: nn.Module, shared: HandleState, tokens_of: TokensOf) -> None:
         self.names = _names(module)
         self.named = names_arguments(type(module))
         self.shared = shared
-        self.family = family
+        self.tokens_of = tokens_of
         self.tokens = PerThread()  # each thread's layout in the latest forward
 
     @outside_old_graphs
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the layout of the tokens before a forward.
-
-        Returns:
-            The arguments with one token for equal text tokens, or None if the arguments stay.
 
         Raises:
             ValueError: a block is patched by tomesd.
@@ -71,38 +64,15 @@ class SizeHook(PreHook):
                     "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
                 )
         if not self.shared.now.active:
-            return None
+            return
         if args and not self.named:
             self.tokens.value = Tokens((0,), unknown=BY_POSITION.format(type(module).__name__))
-            return None
-        call = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        self.read(module, call)
-        repeats = self.text_repeats(module, call)
-        if repeats == 1:
-            return None
-        self.tokens.value = replace(self.tokens.value, text_repeats=repeats)
-        name = self.family.text
-        call[name] = call[name][:, : 1 - repeats]
-        by_place = self.names[: len(args)]
-        named = {n: value for n, value in call.items() if n not in by_place}
-        return (*(call[n] for n in by_place), *args[len(by_place) :]), named
-
-    def text_repeats(self, module: nn.Module, call: Call) -> int:
-        """Return how many text tokens at the end of a call are equal, 1 if they can't be one."""
-        setting, text = self.shared.now, call.get(self.family.text)
-        wanted = self.family.equal_text and setting.config.equal_text
-        if not wanted or "tokens" in setting.methods or torch.is_grad_enabled():
-            return 1
-        if not isinstance(text, Tensor) or text.dim() != 3 or unreadable(text):
-            return 1
-        if self.tokens.value is None or self.tokens.value.unknown:
-            return 1
-        repeats = equal_at_end(module, {self.family.text: text})
-        return repeats if repeats >= LEAST_EQUAL else 1
+        else:
+            self.read(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
 
     def read(self, module: nn.Module, call: Call) -> None:
         """Note the layout of the tokens in a call of the module."""
-        found = self.family.tokens(module, call)
+        found = self.tokens_of(module, call)
         times = (call.get(name) for name in _TIMESTEP)
         several = any(isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] > 1 for t in times)
         if several and isinstance(found, Tokens):
@@ -118,8 +88,8 @@ class EagerSizeHook(SizeHook):
 
     __call__ = torch.compiler.disable(SizeHook.__call__)
 
-    def __init__(self, module: nn.Module, shared: HandleState, family: Family) -> None:
-        super().__init__(module, shared, family)
+    def __init__(self, module: nn.Module, shared: HandleState, tokens_of: TokensOf) -> None:
+        super().__init__(module, shared, tokens_of)
         self._shapes = PerThread()  # shapes of the latest forward's arguments
 
     def read(self, module: nn.Module, call: Call) -> None:

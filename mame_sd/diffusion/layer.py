@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import DRAWS
+from mame_sd.core.groups import all_text
 from mame_sd.core.intercept import KernelAdapter, MergeJob, SDPAInterceptor
 from mame_sd.core.merge_keys import Grid, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
@@ -98,6 +99,7 @@ class AttentionAdapter(ABC):
     """
 
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
+    repeats_text = False  # True if texts may end in equal tokens
 
     def __init__(self, module: nn.Module | None = None) -> None:
         own = {} if module is None else parameters_of(type(module))
@@ -141,17 +143,23 @@ class AttentionAdapter(ABC):
         hidden = call.arguments.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
-    @abstractmethod
-    def text_repeats(self, call: LayerCall, layout: Tokens) -> int:
-        """Return how many equal text tokens the last text token of a call stands for."""
+    def with_one_of_equal(
+        self,
+        call: LayerCall,
+        layout: Tokens | None,
+        kernel: KernelAdapter | None,
+    ) -> tuple[LayerCall, int] | None:
+        """Return a call with one of the equal tokens at the end of its text, and their number.
 
-    def with_all_text(self, call: LayerCall, repeats: int) -> LayerCall:
-        """Return a call whose last text token is `repeats` tokens again."""
-        raise NotImplementedError
+        Args:
+            call: the call.
+            layout: as for `route`.
+            kernel: computes attention over merged keys instead of the model's own kernel.
 
-    def counts_text(self, call: LayerCall) -> bool:
-        """Return True if the attention of a call can count its last text token several times."""
-        return False
+        Returns:
+            None if there are no such tokens, or attention can't count one of them for all.
+        """
+        return None
 
     def plan(self, route: Route) -> Plan:
         """Plan which whole tokens of a call merge."""
@@ -239,9 +247,17 @@ class MergedForward:
             config = setting.of_layer.get(stats.name, config)
         if config is None:
             stats.skipped(LEFT, hook.layer.count(call, hook.layout()))
-            return _unmerged(hook.layer, call, hook.layout())
+            return call.run()
         rows = running_rows() if shared.restores_blocks else None
         layout, kernel = hook.layout(), shared.kernel
+        if hook.layer.repeats_text and config.equal_text and config.tau is None:
+            found = hook.layer.with_one_of_equal(call, layout, kernel)
+            if found is not None:
+                call, repeats = found
+                image, text = merged_call(
+                    hook.layer, call, layout, config, stats, hook.step, kernel, rows, repeats
+                )
+                return image, all_text(text, repeats)
         return merged_call(hook.layer, call, layout, config, stats, hook.step, kernel, rows)
 
 
@@ -349,6 +365,7 @@ def merged_call(
     step: Callable[[], Step] = lambda: NO_STEP,
     kernel: KernelAdapter | None = None,
     rows: Rows | None = None,
+    repeats: int = 1,
 ) -> Any:
     """Compute a call, merged if the layer can merge it, and count it.
 
@@ -361,18 +378,17 @@ def merged_call(
         step: returns the step. It is called only if keys merge.
         kernel: computes attention over merged keys instead of the model's own kernel.
         rows: the rows that the block around the layer computes. If None, all rows.
+        repeats: how often the last text token counts in attention.
 
     Returns:
         The module's output.
+
+    Raises:
+        RuntimeError: attention over a text with `repeats` could not be intercepted.
     """
     if rows is not None and needs_all_rows(call.module):
         with RowsMode(None):
-            return merged_call(layer, call, layout, config, stats, step, kernel)
-    repeats = 1 if layout is None or layout.text_repeats == 1 else layer.text_repeats(call, layout)
-    if layout is not None and repeats > 1 and not layer.counts_text(call):
-        call, layout = layer.with_all_text(call, repeats), replace(layout, text_repeats=1)
-        image, text = merged_call(layer, call, layout, config, stats, step, kernel, rows)
-        return image, text[:, : 1 - repeats]
+            return merged_call(layer, call, layout, config, stats, step, kernel, None, repeats)
     route = layer.route(call, layout, config)
     keeps_all = config.keep == 1 and config.tau is None and config.reference_share is None
     merges = not (isinstance(route, str) or keeps_all)
@@ -384,7 +400,9 @@ def merged_call(
         if config.tau is None:
             route = layer.route(call, layout, config.replace(keep=1, min_tokens=1))
     if isinstance(route, str):
-        return _unmerged(layer, call, layout)
+        if repeats > 1:
+            raise RuntimeError(f"{route}: give equal_text=False")
+        return call.run()
     size = route.tokens.size
     if config.tau is not None:
         assert route.merge_tokens is not None
@@ -392,16 +410,14 @@ def merged_call(
         stats.merged((plan,), size, route.note)
         return route.merge_tokens(route, plan)
     job = layer.job(route, stats.name, step() if merges else NO_STEP)
-    job.merges, job.kernel, job.repeats = merges, kernel, repeats
+    job.merges, job.repeats = merges, repeats
+    job.kernel = kernel if merges or rows is not None else None
     job.rows = None if rows is None else rows.chosen.at
     with SDPAInterceptor(job):
         output = call.run() if route.run is None else route.run()
     if repeats > 1 and not job.counted:
-        raise RuntimeError(
-            f"expected attention of {call.kind} that can be intercepted, found none in"
-            f" {stats.name}: give equal_text=False"
-        )
-    if not merges:  # the block's queries alone were computed, or equal text was counted
+        raise RuntimeError(UNSEEN.format(call.kind) + ": give equal_text=False")
+    if not merges:  # only rows or repeats
         return output
     if job.merged is None:
         stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
@@ -411,12 +427,3 @@ def merged_call(
         note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
-
-
-def _unmerged(layer: AttentionAdapter, call: LayerCall, layout: Tokens | None) -> Any:
-    """Return the output of a call without merging, with one row for equal text tokens."""
-    repeats = 1 if layout is None else layer.text_repeats(call, layout)
-    if repeats == 1:
-        return call.run()
-    image, text = layer.with_all_text(call, repeats).run()
-    return image, text[:, : 1 - repeats]

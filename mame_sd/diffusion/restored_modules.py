@@ -21,6 +21,7 @@ from mame_sd.diffusion.restoring import (
     PartHook,
     QueryHook,
     RestoreHook,
+    TextHook,
 )
 from mame_sd.report import LayerStats
 
@@ -53,9 +54,9 @@ def restoring_hooks(
     for number, (outer, paths) in enumerate(blocks.items()):
         block, (hook, family) = root.get_submodule(outer), attention[paths[0]]
         fused = None
-        for name, part, kind in _parts_of(block, modules):
+        for name, part, kind in _parts_of(block, modules, family):
             path = f"{outer}.{name}" if outer else name
-            stats = LayerStats(path, hook.stats.device, "mlp")
+            stats = LayerStats(path, hook.stats.device, "text" if kind is TextHook else "mlp")
             part_hook = kind(shared, stats, hook.layouts, number, family)
             if isinstance(part_hook, FusedInHook):
                 owner = name.rpartition(".")[0]  # the attention, in Flux 2
@@ -76,7 +77,7 @@ def restoring_hooks(
 
 
 def _parts_of(
-    block: nn.Module, attention: set[nn.Module]
+    block: nn.Module, attention: set[nn.Module], family: Family
 ) -> Iterator[tuple[str, nn.Module, type[RestoreHook]]]:
     """Yield the modules of a block that treat each token by itself.
 
@@ -103,6 +104,8 @@ def _parts_of(
                     break
         elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
+        elif name == "ff_context" and family.equal_text:
+            yield name, child, TextHook
         elif name in ("proj_mlp", "proj_out") and _share_projection(
             module_at(block, "proj_mlp"), module_at(block, "proj_out")
         ):

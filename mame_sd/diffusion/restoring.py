@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from mame_sd.compat import outside_old_graphs
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import Cells
+from mame_sd.core.groups import all_text, equal_at_end
 from mame_sd.core.intercept import running_job
 from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
@@ -261,6 +262,22 @@ class MLPHook(RestoreHook):
         y = restored_by(chosen, of_tokens, x, start)
         self.stats.merged((chosen,), tokens.size)
         return y.transpose(0, 1) if turned else y
+
+
+class TextHook(RestoreHook):
+    """Compute one of the equal tokens at the end of a text in its MLP."""
+
+    def output(self, call: TokensCall) -> Any:
+        """See `RestoreHook`."""
+        config = self.config
+        own = getattr(call.forward, "__func__", None) is type(call.module).forward
+        wanted = own and config is not None and config.equal_text
+        repeats = equal_at_end(call.x) if wanted else 1
+        if repeats == 1:
+            return call.run()
+        y = call.run(call.x[:, : 1 - repeats])
+        self.stats.computed_as_one(call.x.shape[1], repeats)
+        return all_text(y, repeats)
 
 
 class PartHook(RestoreHook):

@@ -132,7 +132,7 @@ TRACED: dict[str, tuple[tuple[str, str], Any, tuple[int, int, int]]] = {
     "unet": (UNET, by_hooks, (7, 30, 7)),
     "one-liner": (UNET, one_liner, (10, 35, 11)),
     "unet-tau": (UNET, partial(by_hooks, tau=0.3), (5, 29, 10)),
-    "sd3": (JOINT, by_hooks, (7, 30, 7)),
+    "sd3": (JOINT, by_hooks, (7, 32, 10)),
 }
 
 

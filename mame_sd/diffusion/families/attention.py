@@ -18,11 +18,14 @@ from operator import index
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.groups import unreadable
+from mame_sd.core.fit import SDPA
+from mame_sd.core.groups import equal_at_end, unreadable
+from mame_sd.core.intercept import KernelAdapter
 from mame_sd.core.merge_keys import constant_along
 from mame_sd.core.min_tokens import head_width, kernel_of, too_wide
 from mame_sd.core.paper import Plan
@@ -65,6 +68,34 @@ class SequenceAttention(AttentionAdapter):
         self.family = family
         self.hidden = family.inputs[0]
         self.width = None if module is None else head_width(module)
+        self.repeats_text = family.equal_text
+
+    def with_one_of_equal(
+        self,
+        call: LayerCall,
+        layout: Tokens | None,
+        kernel: KernelAdapter | None,
+    ) -> tuple[LayerCall, int] | None:
+        """Return a call with one of the equal text tokens, see `AttentionAdapter`.
+
+        The mask that counts it is free in a CPU's fused kernel alone, and 16 bits would round it.
+        """
+        text = call.arguments.get(self.family.text)
+        own = getattr(call.forward, "__func__", None) is type(call.module).forward
+        masked = call.arguments.get("attention_mask") is not None
+        if text is None or masked or not own or type(call.processor) not in COUNT_TEXT:
+            return None
+        if layout is None or layout.unknown:
+            return None
+        if F.scaled_dot_product_attention is not SDPA or (kernel and not kernel.takes_bias):
+            return None
+        if text.dtype != torch.float32 or torch.is_autocast_enabled(text.device.type):
+            return None
+        repeats = equal_at_end(text)
+        if repeats == 1:
+            return None
+        one = {**call.arguments, self.family.text: text[:, : 1 - repeats]}
+        return call._replace(arguments=one), repeats
 
     def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
         """Decide how a call merges, see `AttentionAdapter`."""
@@ -115,20 +146,6 @@ class SequenceAttention(AttentionAdapter):
         if isinstance(hidden, Tensor) and hidden.dim() == 4:
             return int(hidden.shape[2] * hidden.shape[3])
         return 0 if layout is None or layout.unknown else layout.count
-
-    def text_repeats(self, call: LayerCall, layout: Tokens) -> int:
-        """Return how many equal text tokens the last one stands for, see `AttentionAdapter`."""
-        return 1 if call.arguments.get(self.family.text) is None else layout.text_repeats
-
-    def with_all_text(self, call: LayerCall, repeats: int) -> LayerCall:
-        """Return a call with all text tokens, see `AttentionAdapter`."""
-        text = call.arguments[self.family.text]
-        text = torch.cat([text, text[:, -1:].expand(-1, repeats - 1, -1)], 1)
-        return call._replace(arguments={**call.arguments, self.family.text: text})
-
-    def counts_text(self, call: LayerCall) -> bool:
-        """Return True if the attention of a call can count its last text token several times."""
-        return type(call.processor) in COUNT_TEXT
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Any:
         """Compute the attention of merged tokens and restore them.

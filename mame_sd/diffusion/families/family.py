@@ -68,8 +68,8 @@ class Family:
         shared_mlp: if True, one MLP is called with the image's tokens and then with the text's.
         parallel: if True, two self-attentions of a block read the same tokens, and neither reads
             the other's output.
-        equal_text: if True, text tokens have no positions in the model, so that equal ones stay
-            equal in all layers, and the text is an argument of the model and of its attentions.
+        equal_text: if True, texts may end in equal tokens, and text tokens have no positions in the
+            model, so that such tokens stay equal (`core.groups.equal_at_end`).
         sequence_first: if True, MLPs are called with tokens [L, B, C].
         eager: if True, `tokens` reads values of tensors, not only shapes, and so runs outside of
             compiled graphs.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from operator import index
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Rows, is_one_of
 
 Layout = Callable[[Any, Call], Tokens | str | None]
-Reader = TypeVar("Reader", bound=Callable[[Any, Call], Any])
 Dims = int | tuple[int, ...] | list[int | None]
 # Modules whose first input is an image [B, C, H, W], whose pixels or patches are the tokens.
 # KAttentionBlock is a part of the latent upscaler's UNet.
@@ -32,20 +31,20 @@ IMAGE_MODULES = (*UNET_TRANSFORMERS, "DiTTransformer2DModel", "PixArtTransformer
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
 
-def cached_by_tensor(*names: str) -> Callable[[Reader], Reader]:
-    """Cache what a function reads of the values of the arguments of these names, such as a layout.
+def cached_by_tensor(*names: str) -> Callable[[Layout], Layout]:
+    """Cache a layout that reads values of the arguments of these names.
 
     Reading waits for the device, and a pipeline passes the same tensors at each step. The cached
-    result is used for the same model and the same unchanged tensors, if all other tensors have the
+    layout is used for the same model and the same unchanged tensors, if all other tensors have the
     same shapes. Tensors whose changes PyTorch does not count, such as inference tensors, are read
     each time.
     """
 
-    def decorated(layout: Reader) -> Reader:
+    def decorated(layout: Layout) -> Layout:
         kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
         @wraps(layout)
-        def remembered(model: Any, call: Call) -> Any:
+        def remembered(model: Any, call: Call) -> Tokens | str | None:
             read = [value for name in names if (value := call.get(name)) is not None]
             if not read or any(type(t) is not Tensor or t.is_inference() for t in read):
                 return layout(model, call)
@@ -64,20 +63,9 @@ def cached_by_tensor(*names: str) -> Callable[[Reader], Reader]:
                 found = own[key] = held, layout(model, call)
             return found[1]
 
-        return cast(Reader, remembered)
+        return remembered
 
     return decorated
-
-
-@cached_by_tensor("encoder_hidden_states")
-def equal_at_end(model: Any, call: Call) -> int:
-    """Return how many text tokens at the end are equal in each sample, 1 if only the last is.
-
-    `encoder_hidden_states` [B, N, C] holds the text. This waits for the device.
-    """
-    text = call["encoder_hidden_states"]
-    equal = (text == text[:, -1:]).all(-1).flip(1)  # from the last token to the first
-    return max(1, int(equal.int().cumprod(1).sum(1).min()))
 
 
 def patches(model: Any, call: Call) -> Tokens:
