@@ -35,6 +35,7 @@ from mame_sd.report import LayerStats
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
 KEEPS_ALL = "keep=1 keeps all keys"
+EVERY = MaMeConfig(keep=1, min_tokens=1)  # of calls that are intercepted without merging
 UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
 
 
@@ -398,10 +399,8 @@ def merged_call(
         if rows is None and repeats == 1:
             return call.run()
         if config.tau is None:
-            route = layer.route(call, layout, config.replace(keep=1, min_tokens=1))
+            route = layer.route(call, layout, EVERY)
     if isinstance(route, str):
-        if repeats > 1:
-            raise RuntimeError(f"{route}: give equal_text=False")
         return call.run()
     size = route.tokens.size
     if config.tau is not None:

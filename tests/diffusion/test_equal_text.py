@@ -235,6 +235,18 @@ def test_settings_of_a_layer_may_compute_all_text_tokens() -> None:
     assert keys == {inputs["encoder_hidden_states"].shape[1]}
 
 
+@torch.no_grad()
+def test_a_block_called_with_another_image_gets_all_text_tokens() -> None:
+    model, inputs = model_and_inputs("SD 3")
+    block, width = model.transformer_blocks[0], model.inner_dim
+    call = torch.randn(2, 50, width), torch.full((2, 20, width), 0.5), torch.randn(2, width)
+    usual = block(*call)
+    apply_mame(model, keep=1, min_tokens=16)
+    output(model, inputs)
+    for found, expected in zip(block(*call), usual, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_kernel_is_not_used_where_nothing_merges() -> None:
     model, inputs = model_and_inputs("SD 3")
     kernel = mock.Mock(wraps=F.scaled_dot_product_attention)

@@ -39,7 +39,7 @@ from mame_sd.diffusion.families.processors import (
     processed,
 )
 from mame_sd.diffusion.families.transformers import IMAGE_ALONE
-from mame_sd.diffusion.layer import NO_SIZE, AttentionAdapter, LayerCall, Route
+from mame_sd.diffusion.layer import EVERY, NO_SIZE, AttentionAdapter, LayerCall, Route
 
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 LAYER_SKIP = (
@@ -85,14 +85,12 @@ class SequenceAttention(AttentionAdapter):
         masked = call.arguments.get("attention_mask") is not None
         if text is None or masked or not own or type(call.processor) not in COUNT_TEXT:
             return None
-        if layout is None or layout.unknown:
-            return None
         if F.scaled_dot_product_attention is not SDPA or (kernel and not kernel.takes_bias):
             return None
         if text.dtype != torch.float32 or torch.is_autocast_enabled(text.device.type):
             return None
         repeats = equal_at_end(text)
-        if repeats == 1:
+        if repeats == 1 or isinstance(self.route(call, layout, EVERY), str):
             return None
         one = {**call.arguments, self.family.text: text[:, : 1 - repeats]}
         return call._replace(arguments=one), repeats
