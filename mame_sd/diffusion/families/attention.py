@@ -87,7 +87,8 @@ class SequenceAttention(AttentionAdapter):
             return None
         if F.scaled_dot_product_attention is not SDPA or (kernel and not kernel.takes_bias):
             return None
-        if text.dtype != torch.float32 or torch.is_autocast_enabled(text.device.type):
+        on_cpu = text.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        if not on_cpu or text.dtype != torch.float32:
             return None
         repeats = equal_at_end(text)
         if repeats == 1 or isinstance(self.route(call, layout, EVERY), str):
