@@ -66,7 +66,9 @@ def test_the_transformer_generates_and_merges() -> None:
     whole, other = image(0), image(1)
     handle = apply_mame(pipe, keep=0.25)
     merged = image(0)
-    assert all(layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers)
+    kept = {"attention": 256, "text": 21}  # keys, and tokens in the text's MLPs
+    layers = handle.report().layers
+    assert all(layer.merged and layer.tokens_kept == kept[layer.kind] for layer in layers)
     assert whole.shape == (1, 3, 256, 256)
     assert 0 < (merged - whole).norm() < 0.5 * (other - whole).norm()
 
@@ -142,5 +144,6 @@ def test_the_few_step_lora_loads_by_its_name_and_its_mlps_are_restored() -> None
     pipe.transformer = with_lora
     handle = apply_mame(pipe)
     merged = latents(with_lora)
-    assert {layer.kind for layer in handle.report().layers if layer.merged} == {"attention", "mlp"}
+    merging = {layer.kind for layer in handle.report().layers if layer.merged}
+    assert merging == {"attention", "mlp", "text"}
     assert 0 < (merged - whole).norm() < 0.5 * (other - whole).norm()
