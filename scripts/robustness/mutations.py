@@ -49,6 +49,16 @@ core/groups.py: core
     else slots.index_select(0, led) => else slots[: len(led)]
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
     with torch.inference_mode(False), no_modes(), => with no_modes(),
+core/merge_keys.py: diffusion/test_equal_text.py
+    log_sizes[:, -1] += math.log(repeats) => pass
+    fit_mask = repeats_row(k.shape[2], repeats, q) => pass
+    if not q.dtype == k.dtype == v.dtype: => if False:
+core/groups.py: diffusion/test_equal_text.py
+    cumprod(1).sum(1).min()) => cumprod(1).sum(1).max())
+    or unreadable(text) or torch.is_grad_enabled(): => or unreadable(text):
+diffusion/families/attention.py: diffusion/test_equal_text.py
+    text is None or masked or not own or type => text is None or masked or type
+    if repeats == 1 or isinstance(self.route(call, layout, EVERY), str): => if repeats == 1:
 core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own

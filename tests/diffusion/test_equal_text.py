@@ -145,6 +145,16 @@ def test_text_that_differs_stays(unlike: Callable[[Tensor], Any]) -> None:
     assert computed(handle) == set()
 
 
+def test_samples_with_other_numbers_of_equal_tokens() -> None:
+    model, inputs = model_and_inputs("SD 3")
+    text = inputs["encoder_hidden_states"]
+    text[1, 1 - EQUAL] += 1  # the last EQUAL - 2 tokens of this sample are equal
+    keys = keys_of_text(model)
+    one, usual, _ = both(model, inputs, keep=0.5)
+    assert keys == {text.shape[1], text.shape[1] + 3 - EQUAL}
+    torch.testing.assert_close(one, usual, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_reach_all_text_tokens() -> None:
     model, inputs = model_and_inputs("SD 3")
     text = inputs["encoder_hidden_states"].requires_grad_()
