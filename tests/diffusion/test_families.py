@@ -54,6 +54,17 @@ def merged(module: nn.Module, family: Family, tokens: Tokens, **call: Any) -> An
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("config", [TAU, HALF])
+def test_a_mask_is_left_alone_where_the_family_knows_none(config: MaMeConfig) -> None:
+    attn = seeded(Attention, 0, query_dim=32, heads=2, dim_head=16)
+    mask = torch.zeros(2, 1, N)
+    call = {"hidden_states": normal(2, N, 32), "attention_mask": mask}
+    output, stats = counted(attn, built_in("HunyuanDiT"), Tokens((H, W)), config, **call)
+    assert stats.last_reason == "attention mask"
+    assert torch.equal(output, attn(**call))
+
+
+@torch.no_grad()
 def test_flux_single_attention_by_hand() -> None:
     """Merged tokens have the rotary positions of their destinations."""
     attn = seeded(FluxAttention, 0, **SIZE, out_dim=32, pre_only=True)
