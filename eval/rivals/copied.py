@@ -83,9 +83,8 @@ def choose_copied(
     """Choose the tokens that `choose_tokens` chooses, without the cost of its fit."""
     with no_autocast(x):
         slots, apart = choose_slots(x, cells, count, draw, leader)
-    unfitted = (apart.new_empty(0), apart.new_empty(0))
-    at = positions(cells, slots)
-    return CopiedTokens(cells, at, slots, *unfitted, nearest=apart.argmin(-1))
+    at, unused = positions(cells, slots), apart.new_empty(0)
+    return CopiedTokens(cells, at, slots, unused, unused, nearest=apart.argmin(-1))
 
 
 def _nearest(hook: RestoreHook, x: Tensor, config: MaMeConfig, tokens: Tokens) -> CopiedTokens:
@@ -118,4 +117,5 @@ def _second_frames(
     cells, *_ = hook.choice(x, config, tokens)
     every = torch.arange(tokens.count, device=x.device).unflatten(0, (tokens.size[0], -1))
     at = every[::2].flatten().expand(len(x), -1)
-    return CopiedFrames(cells, at, at, *(x.new_empty(0), x.new_empty(0)), size=tokens.size)
+    unused = x.new_empty(0)
+    return CopiedFrames(cells, at, at, unused, unused, size=tokens.size)

@@ -9,6 +9,8 @@ Everything is computed as products of small matrices, one for each tile: distanc
 product with a matrix of ones. On a CPU, means are sums by index instead. No tokens are sorted and
 nothing is added atomically, so results don't depend on the order of threads, and values that are
 not finite stay within their tile. Destinations drawn by cell follow tomesd (arXiv 2303.17604).
+
+Text doesn't merge by similarity. `equal_at_end` finds text tokens of which one can stand for all.
 """
 
 from __future__ import annotations

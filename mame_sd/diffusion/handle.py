@@ -292,8 +292,8 @@ class MaMeHandle(Handle[ResolvedConfig]):
             for module, hook in self.layers:
                 if module not in there:
                     hook.stats.last_reason = GONE
-        texts = [hook for _, hook in self._hooks if isinstance(hook, TextHook)]
-        restored = (hook.stats for hook in (*(hook for _, hook in self.restored), *texts))
+        texts = [hook.stats for _, hook in self._hooks if isinstance(hook, TextHook)]
+        restored = [*(hook.stats for _, hook in self.restored), *texts]
         stats = [hook.stats for _, hook in self.layers]
         counted = [*stats, *(one for one in restored if one.totals()[0])]
         return make_report(counted, self._unknown)

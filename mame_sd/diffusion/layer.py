@@ -145,10 +145,7 @@ class AttentionAdapter(ABC):
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
     def with_one_of_equal(
-        self,
-        call: LayerCall,
-        layout: Tokens | None,
-        kernel: KernelAdapter | None,
+        self, call: LayerCall, layout: Tokens | None, kernel: KernelAdapter | None
     ) -> tuple[LayerCall, int] | None:
         """Return a call with one of the equal tokens at the end of its text, and their number.
 

@@ -71,10 +71,7 @@ class SequenceAttention(AttentionAdapter):
         self.repeats_text = family.equal_text
 
     def with_one_of_equal(
-        self,
-        call: LayerCall,
-        layout: Tokens | None,
-        kernel: KernelAdapter | None,
+        self, call: LayerCall, layout: Tokens | None, kernel: KernelAdapter | None
     ) -> tuple[LayerCall, int] | None:
         """Return a call with one of the equal text tokens, see `AttentionAdapter`.
 
