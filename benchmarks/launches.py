@@ -191,7 +191,9 @@ class _Counter(TorchDispatchMode):
 
         with ExitStack() as patches:
             for owner in (restoring, restore, restore.ChosenTokens):
-                for name in {"choose_tokens", "take", "restore"} & vars(owner).keys():
+                for name in {"choose_tokens", "take", "restore", "add_restored_"} & vars(
+                    owner
+                ).keys():
                     function = marked(getattr(owner, name))
                     patches.enter_context(mock.patch.object(owner, name, function))
             yield

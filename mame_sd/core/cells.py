@@ -32,6 +32,7 @@ class Cells:
         slot: LongTensor [L], the slot of each token.
         drawn: LongTensor [draws, M + n], `dst` and `queries` of each draw in one table, so that a
             layer reads only once.
+        places: LongTensor [draws, M], the places of each draw's destinations in their tile.
         number: LongTensor [T * m], the number of each destination within its tile.
         tiles, width, m: T, P and m, the number of destinations in a tile.
         tokens, kept: L and M = T * m, the number of tokens and of destinations.
@@ -42,6 +43,7 @@ class Cells:
     pad: Tensor | None
     slot: Tensor
     drawn: Tensor
+    places: Tensor
     number: Tensor
     tiles: int
     width: int
@@ -152,6 +154,7 @@ def cut(
         pad=pad.flatten().to(device) if bool(pad.any()) else None,
         slot=slot[own.argsort()].to(device),
         drawn=torch.cat([dst, queries], 1).to(device),
+        places=(dst % of_slot.shape[1]).to(device),
         number=torch.arange(m).repeat(tiles).to(device),
         tiles=tiles,
         width=of_slot.shape[1],

@@ -35,6 +35,7 @@ TILE_SIZE = 32  # tokens a side
 BANDWIDTH = 4.0  # of the mean squared distance among the chosen tokens
 RIDGE = 0.002  # the kernel is 1 on its diagonal
 DRAWN = 0.5  # share of the chosen tokens that are drawn; all others are the farthest from these
+LARGEST = 12.0  # sum of a token's absolute weights in half precision; a fit rarely exceeds 8
 TINY = 1e-30  # a mean distance of tokens that are all alike
 
 
@@ -76,16 +77,15 @@ class ChosenTokens:
     def restore(self, f: Tensor) -> Tensor:
         """Return all tokens [B, L, C], restored from f [B, T * K, C] of the chosen ones.
 
-        Results stay in the range of each tile's f by channel, extended by a quarter on either side.
-        Gradients reach f; the kernel is a constant.
+        Where f changes faster than the chosen tokens tell, a fit may overshoot several times. So in
+        fp32 and wider, results are limited to the range of each tile's f by channel, extended by a
+        quarter on either side. In half precision the weights are limited (`weights`), which reads
+        and writes far less. Gradients reach f; the kernel is a constant.
         """
         parts = f.reshape(*self.slots.shape, f.shape[-1])
         if self.on_error is not None:
             self.on_error(*self.left_out_error(parts))
-        # Where f changes faster than the chosen tokens tell, a fit may overshoot several times.
-        y = within(self._fitted(parts), parts)
-        if f.dtype == torch.float16:
-            y = y.clamp_(-HALF_MAX, HALF_MAX)
+        y = self._fitted(parts)
         return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
 
     def _fitted(self, parts: Tensor) -> Tensor:
@@ -95,25 +95,36 @@ class ChosenTokens:
         """
         with no_autocast(parts):
             if parts.dtype.itemsize < 4:  # the coefficients of f need more bits than 16
-                return torch.bmm(self.weights().to(parts.dtype), parts)
+                y = torch.bmm(self.weights(parts.dtype), parts)
+                halves = parts.dtype == torch.float16
+                return y.clamp_(-HALF_MAX, HALF_MAX) if halves else y
             dtype = torch.promote_types(parts.dtype, self.kernel.dtype)
             kernel, factor, wide = (t.to(dtype) for t in (self.kernel, self.factor, parts))
             mean = wide.mean(1, keepdim=True)
-            y = torch.baddbmm(mean, kernel, _solved(factor, wide - mean)).to(parts.dtype)
+            y = torch.baddbmm(mean, kernel, _solved(factor, wide - mean))
+            y = within(y.to(parts.dtype), parts)
         return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts)
 
-    def weights(self) -> Tensor:
+    def weights(self, dtype: torch.dtype) -> Tensor:
         """Return how much each chosen token counts for each slot, [B * T, P, K].
 
-        Rows sum to 1. The row of a chosen token is one at its own place and zero elsewhere.
+        Rows sum to 1. The row of a chosen token is one at its own place and zero elsewhere. Other
+        rows are limited, so that no result is farther from the mean of f than LARGEST times the
+        largest deviation of f.
+
+        Args:
+            dtype: dtype of the weights.
         """
         with torch.no_grad(), no_autocast(self.kernel):  # torch.compile can't follow a decorator
             half = torch.bmm(self.kernel, self.factor.transpose(1, 2))
-            weights = torch.bmm(half, self.factor)
-            # Subtracting the mean of the f_P and adding it again makes rows sum to 1.
-            excess = weights.sum(-1, keepdim=True) - 1
-            weights.sub_(excess, alpha=1 / weights.shape[2])
-            eye = cached_tensors(_eye, weights.shape[2], weights.dtype, weights.device)
+            # Less their mean, the weights of a token apply to f less its mean.
+            count = self.factor.shape[1]
+            weights = torch.bmm(half, self.factor - self.factor.mean(-1, keepdim=True))
+            sums = torch.linalg.vector_norm(weights, 1, -1, keepdim=True)
+            mean = cached_tensors(_constant, 1 / count, weights.dtype, weights.device)
+            limited, sums = weights.new_empty(weights.shape, dtype=dtype), sums.clamp_min_(LARGEST)
+            weights = torch.addcdiv(mean, weights, sums, value=LARGEST, out=limited)
+            eye = cached_tensors(_eye, count, dtype, weights.device)
             rows = self.slots.unsqueeze(-1).expand_as(self.factor)
             return weights.scatter_(1, rows, eye.expand_as(self.factor))
 
@@ -151,11 +162,34 @@ class ChosenTokens:
 
     def restore_around(self, f: Tensor, before: int) -> Tensor:
         """Return all tokens [B, n, C], restored from f [B, n', C] in the order of `take_around`."""
-        kept = self.tokens_kept
-        if f.shape[1] == kept:
+        if f.shape[1] == self.tokens_kept:
             return self.restore(f)
-        first, image, last = f.split([before, kept, f.shape[1] - before - kept], 1)
+        first, image, last = self._around(f, before)
         return torch.cat([first, self.restore(image), last], 1)
+
+    def add_restored_(self, y: Tensor, f: Tensor, before: int) -> Tensor:
+        """Add all tokens, restored from f [B, n', C] as in `restore_around`, to y [B, n, C].
+
+        Needs no gradient. In bf16 the product of the fit adds to y itself, which saves the passes
+        over all tokens of two additions and a concatenation.
+        """
+        first, image, last = self._around(f, before)
+        end = before + self.tokens_in
+        y[:, :before].add_(first)
+        y[:, end:].add_(last)
+        if y.dtype != torch.bfloat16 or not self.cells.in_order or self.on_error is not None:
+            y[:, before:end].add_(self.restore(image))
+            return y
+        tiles, count = self.cells.tiles, self.slots.shape[1]
+        weights = self.weights(y.dtype).unflatten(0, (-1, tiles))
+        for sample, w, part in zip(y[:, before:end], weights, image, strict=True):
+            sample.unflatten(0, (tiles, -1)).baddbmm_(w, part.unflatten(0, (tiles, count)))
+        return y
+
+    def _around(self, f: Tensor, before: int) -> tuple[Tensor, ...]:
+        """Cut f [B, n', C] into the tokens before the image, the chosen ones, and the others."""
+        kept = self.tokens_kept
+        return f.split([before, kept, f.shape[1] - before - kept], 1)
 
 
 @torch.no_grad()
@@ -210,20 +244,23 @@ def choose_slots(
     tiles, width, cell_count = cells.tiles, cells.width, cells.m
     batch, channels = x.shape[0], x.shape[2]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
-    drawn = drawn[: cells.kept]
-    # In fp16 a difference may leave the range: halve it. Scaling x doesn't change the kernel.
-    slots = cells.to_slots(x if x.dtype != torch.float16 else x / 2)  # [B, T * P, C]
-    first = slots.index_select(1, drawn).view(batch * tiles, cell_count, channels)
-    slots = slots.reshape(batch * tiles, width, channels)
+    own = cells.places[0] if draw is None else cells.places.index_select(0, draw)
+    own = own.view(1, tiles, cell_count).expand(batch, -1, -1).reshape(-1, cell_count)
+    slots = cells.to_slots(x).reshape(batch * tiles, width, channels)
+
+    def taken(at: Tensor) -> Tensor:
+        return slots.gather(1, at.unsqueeze(-1).expand(-1, -1, channels))
+
     # Subtract the first token of each tile: a large common part would hide small distances.
-    slots, first = slots - first[:, :1], first - first[:, :1]
-    own = (drawn % width).view(tiles, cell_count)  # places in a tile
-    own = own.expand(batch, -1, -1).reshape(-1, cell_count)
+    origin = taken(own[:, :1])
+    if x.dtype != torch.float16:
+        slots = slots - origin
+    else:  # a difference may leave the range: halve it, as scaling x doesn't change the kernel
+        slots = torch.add(origin * -0.5, slots, alpha=0.5)
     squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
     # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
     halves = squares.gather(1, own).unsqueeze(1)
-    dots = matmul_fp32(slots, first.transpose(1, 2))
+    dots = matmul_fp32(slots, taken(own).transpose(1, 2))
     nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares)
     if cells.pad is not None:  # choose padding last, but never a drawn token again
         pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
@@ -232,8 +269,7 @@ def choose_slots(
     farthest = nearest.topk(count - cell_count, sorted=False).indices
     if leader is not None and len(leader) == batch > 1:
         farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
-    points = slots.gather(1, farthest.unsqueeze(-1).expand(-1, -1, channels))
-    others = matmul_fp32(slots, points.transpose(1, 2))
+    others = matmul_fp32(slots, taken(farthest).transpose(1, 2))
     chosen = torch.cat([own, farthest], 1)
     apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
     apart[..., :cell_count].sub_(dots, alpha=2)
@@ -244,7 +280,8 @@ def choose_slots(
 def positions(cells: Cells, slots: Tensor) -> Tensor:
     """Return the positions [B, T * K] of tokens by their slots [B * T, K] in their tile."""
     starts = cached_tensors(_starts, cells.tiles, cells.width, slots.device)
-    return cells.order[(slots.view(-1, cells.tiles, slots.shape[1]) + starts).flatten(1)]
+    at = (slots.view(-1, cells.tiles, slots.shape[1]) + starts).flatten(1)
+    return at if cells.in_order else cells.order[at]
 
 
 def _kernel(apart: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,7 +297,8 @@ def _kernel(apart: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     count = chosen.shape[1]
     rows = chosen.unsqueeze(-1).expand(-1, -1, count)
     mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
-    kernel = apart.div_(-BANDWIDTH * mean).exp_()
+    zero = cached_tensors(_constant, 0.0, apart.dtype, apart.device)
+    kernel = torch.addcdiv(zero, apart, mean, value=-1 / BANDWIDTH, out=apart).exp_()
     gram = kernel.gather(1, rows)
     gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
     factor = torch.linalg.cholesky_ex(gram)[0]
@@ -276,6 +314,10 @@ def _solved(factor: Tensor, y: Tensor) -> Tensor:
 
 def _eye(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(count, dtype=dtype, device=device)
+
+
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _starts(tiles: int, width: int, device: torch.device) -> Tensor:

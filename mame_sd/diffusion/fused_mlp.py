@@ -9,6 +9,7 @@ tokens from the mode, and restores the MLP's part of its output (`FusedOutHook`)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ REPLACED = "another tool has replaced or hooked its projection, as a LoRA added 
 class FusedInHook(PartHook):
     """Compute the projection into an MLP on a few tokens.
 
-    If the block allows it (`FusedMLPCall.packs`), these tokens' columns are dealt out to all
-    tokens, so that activation and concatenation move no more than that. Otherwise all other tokens
-    get zeros, which `FusedOutHook` does not read.
+    If the block only calls an activation and concatenates (`FusedMLPCall.activation`), the columns
+    don't pass through the block, which gets none. Otherwise all other tokens get zeros, which
+    `FusedOutHook` does not read.
 
     Attributes:
         ahead: number of columns ahead of the MLP's, which are computed on all tokens.
@@ -51,8 +52,9 @@ class FusedInHook(PartHook):
         part = rows.take(call.x, start)
         assert part is not None
         self.stats.merged((chosen,), tokens.size)
-        if running.packs:
-            return running.pack(call.run(part), call.x.shape[1])
+        if running.activation is not None:
+            running.hidden = hidden = running.activation(call.run(part))
+            return hidden.new_empty(*call.x.shape[:2], 0)
         if not self.ahead:
             return rows.put(call.run(part), call.x, start)
         linear: Any = call.module
@@ -81,15 +83,17 @@ class FusedOutHook(PartHook):
         running = running_fused_mlp()
         if running is None or running.rows is None:
             return super().output(call)
-        rows, running.rows = running.rows, None
+        rows, hidden, running.rows, running.hidden = running.rows, running.hidden, None, None
         linear: Any = call.module
         width: int = linear.out_features  # of the attention's output, too
         attention, mlp = call.x.split([width, call.x.shape[-1] - width], -1)
-        hidden = running.unpack(mlp) if running.packs else rows.take(mlp)
+        hidden = rows.take(mlp) if hidden is None else hidden
         assert hidden is not None
         if _is_plain(call):
             y = F.linear(attention, linear.weight[:, :width], linear.bias)
             f = F.linear(hidden, linear.weight[:, width:])
+            if not (y.requires_grad or f.requires_grad):
+                return rows.add_restored_(y, f)
         else:  # a LoRA, or quantised weights: any linear map
             few, y = rows.take(attention), call.run(F.pad(attention, (0, hidden.shape[-1])))
             assert few is not None
@@ -116,7 +120,7 @@ class FusedMLP:
             return call.run()
         reason = self._reason(call.module)
         if not reason:
-            running = FusedMLPCall(_packs(call, self.into))
+            running = FusedMLPCall(_activation(call, self.into))
             with FusedMLPMode(running):
                 output = call.run()
             if running.rows is None:
@@ -145,15 +149,15 @@ def module_at(module: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _packs(call: TokensCall, into: str) -> bool:
-    """Return True if a block only passes the MLP's columns to an activation of each number.
+def _activation(call: TokensCall, into: str) -> Callable[[Tensor], Tensor] | None:
+    """Return the activation of each number that is all that a block does to the MLP's columns.
 
-    Then it concatenates them to the attention's, as the single-stream blocks of diffusers do that
-    have `proj_mlp` and `act_mlp`. Anything that a tool has put around one of these modules may need
-    the columns of each token. Compiled graphs move no zeros.
+    Then the block concatenates them to the attention's, as the single-stream blocks of diffusers do
+    that have `proj_mlp` and `act_mlp`. Anything that a tool has put around one of these modules may
+    need the columns of each token: then return None. Compiled graphs move no zeros.
     """
     if torch.compiler.is_compiling() or into != "proj_mlp":
-        return False
+        return None
     block = call.module
     act: Any = getattr(block, "act_mlp", None)
     into_mlp, out = block.get_submodule(into), block.get_submodule("proj_out")
@@ -162,7 +166,7 @@ def _packs(call: TokensCall, into: str) -> bool:
     of_each_number = type(act) in (nn.GELU, nn.SiLU, nn.ReLU) and "forward" not in vars(act)
     hooked = of_each_number and (act._forward_hooks or act._forward_pre_hooks)
     width: Any = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
-    return (
+    alone = (
         of_block
         and own.__module__.startswith("diffusers.models.")
         and of_each_number
@@ -170,6 +174,7 @@ def _packs(call: TokensCall, into: str) -> bool:
         and all(_has_own_hook(module) and _is_outermost(module) for module in (into_mlp, out))
         and getattr(into_mlp, "out_features", None) == width  # not gated
     )
+    return act if alone else None
 
 
 def _has_own_hook(module: nn.Module) -> bool:

@@ -6,10 +6,10 @@ attention in it, find the rows on PyTorch's stack of function modes, which belon
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -65,8 +65,15 @@ class Rows:
 
         The rows are in the order of `take`.
         """
-        length = rows.shape[1] - self.chosen.tokens_kept + self.tokens.count
-        return self.chosen.restore_around(rows, self.tokens.start(length) or 0)
+        return self.chosen.restore_around(rows, self._start(rows))
+
+    def add_restored_(self, y: Tensor, rows: Tensor) -> Tensor:
+        """Return y [B, n, C], to which `restore(rows)` was added in place. Needs no gradient."""
+        return self.chosen.add_restored_(y, rows, self._start(rows))
+
+    def _start(self, rows: Tensor) -> int:
+        """Return the position of the image's first token among `rows`."""
+        return self.tokens.start(rows.shape[1] - self.chosen.tokens_kept + self.tokens.count) or 0
 
 
 def image_start(tokens: Tokens, t: Tensor) -> int | None:
@@ -101,28 +108,19 @@ class FusedMLPCall:
     """Hold what the projections of a block share that restores its MLP (`fused_mlp.FusedMLP`).
 
     Args:
-        packs: True if the block passes the MLP's columns on, number by number.
+        activation: the MLP's activation, if the block does no more between the projections than
+            call it and concatenate.
 
     Attributes:
         rows: set by the projection into the MLP, and taken by the projection out of it.
+        hidden: the MLP's columns [B, n', C] of the computed tokens. If None, they are among those
+            that the block passes on.
     """
 
-    def __init__(self, packs: bool) -> None:
-        self.packs = packs
+    def __init__(self, activation: Callable[[Tensor], Tensor] | None) -> None:
+        self.activation = activation
         self.rows: Rows | None = None
-        self._shape = torch.Size()
-
-    def pack(self, hidden: Tensor, count: int) -> Tensor:
-        """Deal out the columns of a few tokens, [B, n', C], to `count` tokens, [B, n, c]."""
-        self._shape = hidden.shape
-        flat = hidden.flatten(1)
-        columns = -(-flat.shape[1] // count)
-        return F.pad(flat, (0, columns * count - flat.shape[1])).view(-1, count, columns)
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Return what `pack` dealt out, [B, n', C], from [B, n, c]."""
-        batch, count, width = self._shape
-        return packed.flatten(1)[:, : count * width].view(batch, count, width)
+        self.hidden: Tensor | None = None
 
 
 class FusedMLPMode(_BlockMode):

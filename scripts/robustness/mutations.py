@@ -74,11 +74,15 @@ core/fit.py: core
     value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
 core/restore.py: core/test_restore.py
-    slots - first[:, :1], first - first[:, :1] => slots, first
-    if x.dtype != torch.float16 else x / 2) => )
+    slots = slots - origin => slots = slots
+    torch.add(origin * -0.5, slots, alpha=0.5) => slots - origin
     nearest.masked_fill_(pad, -torch.finfo(dtype).max) => pass
     nearest.scatter_(1, own, -torch.inf) => pass
-    weights.sub_(excess, alpha=1 / weights.shape[2]) => pass
+    self.factor - self.factor.mean(-1, keepdim=True) => self.factor
+    sums.clamp_min_(LARGEST) => torch.full_like(sums, LARGEST)
+    y = within(y.to(parts.dtype), parts) => y = y.to(parts.dtype)
+    y[:, end:].add_(last) => pass
+    or not self.cells.in_order or => or
     _solved(factor, wide - mean) => _solved(factor, wide)
     return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts) => return y
     .add_(RIDGE) => .add_(0.1)

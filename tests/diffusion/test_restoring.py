@@ -24,7 +24,6 @@ from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
 from mame_sd.diffusion import fused_mlp
 from mame_sd.diffusion.fused_mlp import NOT_PLAIN, REPLACED
 from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
-from mame_sd.diffusion.rows import FusedMLPCall
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (
@@ -451,25 +450,28 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
 def test_tools_around_the_activation_get_the_columns_of_each_token(
     tool: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a tool only the computed tokens' columns move through a block."""
+    """Without a tool no columns of the MLP move through a block."""
     model, once, _ = fused_model("FluxTransformer2DModel")
-    block, packed, pack = model.get_submodule("single_transformer_blocks.0"), [], FusedMLPCall.pack
+    block, passed, activation = (
+        model.get_submodule("single_transformer_blocks.0"),
+        [],
+        fused_mlp._activation,
+    )
 
-    def counted(self: FusedMLPCall, *args: Any) -> Tensor:
-        packed.append(args)
-        return pack(self, *args)
+    def counted(*args: Any) -> Any:
+        passed.extend(filter(None, [activation(*args)]))
+        return activation(*args)
 
-    monkeypatch.setattr(FusedMLPCall, "pack", counted)
+    monkeypatch.setattr(fused_mlp, "_activation", counted)
     if when == "before":
         TOOLS[tool](block)
     handle = restored(model, "mlp")
     if when == "after":
         TOOLS[tool](block)
     blocks = len(model.get_submodule("single_transformer_blocks"))
-    found, count = once(), len(packed)
-    monkeypatch.setattr(fused_mlp, "_packs", lambda *_: False)
+    found, count = once(), len(passed)
+    monkeypatch.setattr(fused_mlp, "_activation", lambda *_: None)
     torch.testing.assert_close(found, once())
-    assert len(packed) == count
     around = tool != "none" and not (tool == "forward of proj_mlp" and when == "before")
     if tool == "block" and when == "after":  # it replaced our hook
         assert "single_transformer_blocks.0" in str(handle.report())

@@ -116,14 +116,13 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
     def projected(self: Any, call: TokensCall) -> Any:
         """Compare a projection out of attention and MLP with attention's part of it."""
         running = running_fused_mlp()
-        rows = None if running is None else running.rows
+        rows, hidden = (None, None) if running is None else (running.rows, running.hidden)
         output = project(self, call)
         if running is not None and rows is not None:
             x, chosen = call.x, rows.chosen
             linear: Any = call.module
             width = linear.out_features
-            if running.packs:
-                hidden = running.unpack(x[..., width:])
+            if hidden is not None:
                 x = torch.cat([x[..., :width], rows.put(hidden, x)], -1)
             start = image_start(rows.tokens, x)
             image = x[:, start : start + chosen.tokens_in]
