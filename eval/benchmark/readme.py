@@ -223,7 +223,7 @@ def stored(cases: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> 
 def markdown(
     content: Mapping[str, Any],
     names: Sequence[str] = (),
-    intervals: bool = True,
+    brief: bool = False,
     rows: Sequence[str] = (),
 ) -> str:
     """Format a stored result as a table: a row per method, a column per case.
@@ -231,7 +231,8 @@ def markdown(
     Args:
         content: The content of the JSON file.
         names: Names of the cases to show. If empty, all.
-        intervals: True to show the 95 % intervals of the PSNR and of times as fast.
+        brief: True to show a case's model and the means alone, without the steps, the 95 %
+            intervals of the PSNR and of times as fast, and the PSNR of a part.
         rows: Names of the rows to show. If empty, all.
     """
     cases = {name: case for name, case in content["cases"].items() if not names or name in names}
@@ -246,12 +247,14 @@ def markdown(
         label = f"`{label}`" if "=" in label else label  # settings
         bold = f"**{label}**" if name == "mame-default" else label
         of_row = [[r for r in case["rows"] if r["name"] == name] for case in cases.values()]
-        cells = (_cell(one[0]["values"], intervals) if one else "" for one in of_row)
+        cells = (_cell(one[0]["values"], brief) if one else "" for one in of_row)
         lines.append([bold, *cells])
-    return markdown_table(["", *(case["title"] for case in cases.values())], lines)
+    titles = [case["title"] for case in cases.values()]
+    titles = [title.partition(", ")[0] for title in titles] if brief else titles
+    return markdown_table(["", *titles], lines)
 
 
-def _cell(values: Mapping[str, Any], intervals: bool) -> str:
+def _cell(values: Mapping[str, Any], brief: bool) -> str:
     """Format a row's values in a case, such as `31.5 ± 0.7 dB (25.1), 1.15 times (1.13 to 1.18)`.
 
     After the PSNR is that within the object, or that of the changes from frame to frame of a clip.
@@ -259,8 +262,8 @@ def _cell(values: Mapping[str, Any], intervals: bool) -> str:
     parts = []
     if "psnr" in values:
         near, second = values["psnr"], values.get("psnr_object") or values.get("psnr_changes")
-        within = f" ± {(near['high'] - near['low']) / 2:.1f}" if intervals and near["high"] else ""
-        inside = f" ({second['mean']:.1f})" if second else ""
+        within = "" if brief or not near["high"] else f" ± {(near['high'] - near['low']) / 2:.1f}"
+        inside = f" ({second['mean']:.1f})" if second and not brief else ""
         parts.append(f"{near['mean']:.1f}{within} dB{inside}")
     for name, label, digits in (
         ("fid", "FID", 1), ("is", "IS", 2), ("fd_dinov2", "FD", 1), ("kid_dinov2", "KID", 2),
@@ -271,6 +274,6 @@ def _cell(values: Mapping[str, Any], intervals: bool) -> str:
     speed = values.get("cpu_speedup")
     if speed:
         low, high = speed["low"], speed["high"]
-        between = f" ({low:.2f} to {high:.2f})" if intervals and low is not None else ""
+        between = "" if brief or low is None else f" ({low:.2f} to {high:.2f})"
         parts.append(f"{speed['mean']:.2f} times{between}")
     return ", ".join(parts)
