@@ -21,9 +21,12 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
+from mame_sd.core.restore import cells_and_count, choose_tokens
 from mame_sd.diffusion import fused_mlp
+from mame_sd.diffusion.context import Tokens
 from mame_sd.diffusion.fused_mlp import NOT_PLAIN, REPLACED
 from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
+from mame_sd.diffusion.rows import Rows
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (
@@ -477,6 +480,16 @@ def test_tools_around_the_activation_get_the_columns_of_each_token(
         assert "single_transformer_blocks.0" in str(handle.report())
     else:
         assert count == blocks - around
+
+
+def test_tokens_of_another_batch_are_all_computed() -> None:
+    x = torch.randn(2, 64, 4, generator=torch.Generator().manual_seed(0))
+    cells, count = cells_and_count((8, 8), 0.25, 0, x.device)
+    rows = Rows(choose_tokens(x, cells, count), Tokens((8, 8)))
+    part = rows.take(x)
+    assert part is not None
+    assert part.shape == (2, 16, 4)
+    assert rows.take(x[:1]) is None
 
 
 @pytest.mark.parametrize("name", FUSED)
