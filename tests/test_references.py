@@ -24,6 +24,7 @@ from mame_sd import (
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.builders.transformers import run as output_of
 from tests.matrix.models.registry import MODELS
+from tests.matrix.models.restored import restoring
 from tests.matrix.models.watch import Attention, check_by_loop, merging
 
 SIZES = ((4, 6), (2, 6))
@@ -127,6 +128,32 @@ def check_probe(edit: Edit, model: Any, inputs: dict[str, Any]) -> None:
         at = was.first + start
         assert torch.equal(moved[at : at + h * w], expected.flatten())
         assert int(moved.sum()) == h
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.model)
+def test_mlps_are_restored_on_the_grid_of_each_reference(edit: Edit) -> None:
+    model, inputs = built(edit)
+    before = output_of(inputs, model)
+    handle = apply_mame(model, keep=1, mlp_keep=0.25, min_tokens=1)
+    whole = H * W + sum(h * w for h, w in edit.sizes)
+    for references, count in ((None, whole), (0.5, whole), (1, H * W)):
+        handle.set(references=references, keep=1)
+        with restoring(handle) as calls:
+            output_of(inputs, model)
+        assert calls
+        for call in calls:
+            call.check()
+            assert call.chosen.tokens_in == count
+        layers = [one for one in handle.report().layers if one.kind == "mlp" and one.merged]
+        assert {one.tokens_in for one in layers} == {count}
+        handle.reset()
+    handle.set(references=None, min_tokens=H * W)  # references are smaller
+    with restoring(handle) as calls:
+        output_of(inputs, model)
+    small = min(h * w for h, w in edit.sizes) < H * W
+    assert {call.chosen.tokens_in for call in calls} == {H * W if small else whole}
+    remove_mame(model)
+    assert torch.equal(output_of(inputs, model), before)
 
 
 def test_fitted_values_are_nearer_and_a_share_of_1_changes_nothing() -> None:

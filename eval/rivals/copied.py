@@ -6,6 +6,7 @@ them, as in token merging (ToMe, arXiv 2210.09461; MaRe).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import Cells
 from mame_sd.core.groups import no_autocast
 from mame_sd.core.restore import ChosenTokens, choose_slots, positions
-from mame_sd.diffusion.context import Tokens
 from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.errors import UserError
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import InstalledMethod, Merging, NotApplicable
+
+Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,14 @@ class Copied:
         return installed
 
 
+class _Copied(ChosenTokens):
+    def add_restored_(self, y: Tensor, f: Tensor) -> None:
+        """See `Chosen`: there is no fit whose product could add to y."""
+        y.add_(self.restore(f))
+
+
 @dataclass(frozen=True, eq=False)
-class CopiedTokens(ChosenTokens):
+class CopiedTokens(_Copied):
     """Chosen tokens that are copied to all others.
 
     Attributes:
@@ -87,13 +95,13 @@ def choose_copied(
     return CopiedTokens(cells, at, slots, unused, unused, nearest=apart.argmin(-1))
 
 
-def _nearest(hook: RestoreHook, x: Tensor, config: MaMeConfig, tokens: Tokens) -> CopiedTokens:
+def _nearest(hook: RestoreHook, x: Tensor, config: MaMeConfig, size: Size) -> CopiedTokens:
     """Choose tokens in place of `RestoreHook.choose`."""
-    return choose_copied(x, *hook.choice(x, config, tokens))
+    return choose_copied(x, *hook.choice(x, config, size))
 
 
 @dataclass(frozen=True, eq=False)
-class CopiedFrames(ChosenTokens):
+class CopiedFrames(_Copied):
     """The tokens of every second frame, which are copied to the following one.
 
     Attributes:
@@ -108,14 +116,12 @@ class CopiedFrames(ChosenTokens):
         return frames[:, : self.size[0]].flatten(1, 2)
 
 
-def _second_frames(
-    hook: RestoreHook, x: Tensor, config: MaMeConfig, tokens: Tokens
-) -> CopiedFrames:
+def _second_frames(hook: RestoreHook, x: Tensor, config: MaMeConfig, size: Size) -> CopiedFrames:
     """Choose every second frame in place of `RestoreHook.choose`."""
-    if len(tokens.size) != 3:
+    if len(size) != 3:
         raise NotApplicable("copied frames: expected a video, got an image")
-    cells, *_ = hook.choice(x, config, tokens)
-    every = torch.arange(tokens.count, device=x.device).unflatten(0, (tokens.size[0], -1))
+    cells, *_ = hook.choice(x, config, size)
+    every = torch.arange(math.prod(size), device=x.device).unflatten(0, (size[0], -1))
     at = every[::2].flatten().expand(len(x), -1)
     unused = x.new_empty(0)
-    return CopiedFrames(cells, at, at, unused, unused, size=tokens.size)
+    return CopiedFrames(cells, at, at, unused, unused, size=size)

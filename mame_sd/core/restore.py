@@ -20,6 +20,7 @@ known before the call.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,71 @@ LARGEST = 12.0  # sum of a token's absolute weights in half precision; a fit rar
 TINY = 1e-30  # a mean distance of tokens that are all alike
 
 
+class Chosen(ABC):
+    """Chosen tokens of an image or several, which may lie in a longer sequence.
+
+    Attributes:
+        at: LongTensor [B, n'], the positions of the chosen tokens among those of the images.
+    """
+
+    at: Tensor
+
+    @property
+    @abstractmethod
+    def tokens_in(self) -> int:
+        """Return the number of tokens of the images."""
+
+    @property
+    def tokens_kept(self) -> int:
+        """Return the number of chosen tokens."""
+        return self.at.shape[1]
+
+    @abstractmethod
+    def take(self, t: Tensor) -> Tensor:
+        """Return the chosen tokens [B, n', C] of t [B, L, C]."""
+
+    @abstractmethod
+    def restore(self, f: Tensor) -> Tensor:
+        """Return all tokens [B, L, C], restored from f [B, n', C] of the chosen ones."""
+
+    def add_restored_(self, y: Tensor, f: Tensor) -> None:
+        """Add `restore(f)` to y [B, L, C] in place."""
+        y.add_(self.restore(f))
+
+    def take_around(self, t: Tensor, before: int) -> Tensor:
+        """Return the chosen tokens and all others than the images', [B, n', C], of t [B, n, C].
+
+        The images' tokens begin at `before`.
+        """
+        if t.shape[1] == self.tokens_in:
+            return self.take(t)
+        end = before + self.tokens_in
+        return torch.cat([t[:, :before], self.take(t[:, before:end]), t[:, end:]], 1)
+
+    def restore_around(self, f: Tensor, before: int) -> Tensor:
+        """Return all tokens [B, n, C], restored from f [B, n', C] in the order of `take_around`."""
+        if f.shape[1] == self.tokens_kept:
+            return self.restore(f)
+        first, images, last = self._around(f, before)
+        return torch.cat([first, self.restore(images), last], 1)
+
+    def add_restored_around_(self, y: Tensor, f: Tensor, before: int) -> Tensor:
+        """Add `restore_around(f, before)` to y [B, n, C] in place."""
+        first, images, last = self._around(f, before)
+        end = before + self.tokens_in
+        y[:, :before].add_(first)
+        y[:, end:].add_(last)
+        self.add_restored_(y[:, before:end], images)
+        return y
+
+    def _around(self, f: Tensor, before: int) -> tuple[Tensor, ...]:
+        """Cut f [B, n', C] into the tokens before the images, the chosen ones, and the others."""
+        kept = self.tokens_kept
+        return f.split([before, kept, f.shape[1] - before - kept], 1)
+
+
 @dataclass(frozen=True, eq=False)
-class ChosenTokens:
+class ChosenTokens(Chosen):
     """The chosen tokens of each sample, and the kernel that restores all tokens from them.
 
     Attributes:
@@ -64,11 +128,6 @@ class ChosenTokens:
     def tokens_in(self) -> int:
         """Return the number of tokens of the grid."""
         return self.cells.tokens
-
-    @property
-    def tokens_kept(self) -> int:
-        """Return the number of chosen tokens."""
-        return self.at.shape[1]
 
     def take(self, t: Tensor) -> Tensor:
         """Return the chosen tokens [B, T * K, C] of t [B, L, C]."""
@@ -122,8 +181,8 @@ class ChosenTokens:
             weights = torch.bmm(half, self.factor - self.factor.mean(-1, keepdim=True))
             sums = torch.linalg.vector_norm(weights, 1, -1, keepdim=True)
             mean = cached_tensors(_constant, 1 / count, weights.dtype, weights.device)
-            limited, sums = weights.new_empty(weights.shape, dtype=dtype), sums.clamp_min_(LARGEST)
-            weights = torch.addcdiv(mean, weights, sums, value=LARGEST, out=limited)
+            weights = torch.addcdiv(mean, weights, sums.clamp_min_(LARGEST), value=LARGEST)
+            weights = weights.to(dtype)
             eye = cached_tensors(_eye, count, dtype, weights.device)
             rows = self.slots.unsqueeze(-1).expand_as(self.factor)
             return weights.scatter_(1, rows, eye.expand_as(self.factor))
@@ -150,46 +209,58 @@ class ChosenTokens:
             errors = _solved(self.factor, y) / self.factor.square().sum(1).unsqueeze(-1)
             return errors.square().sum(), y.square().sum()
 
-    def take_around(self, t: Tensor, before: int) -> Tensor:
-        """Return the chosen tokens and all others than the image's, [B, n', C], of t [B, n, C].
+    def add_restored_(self, y: Tensor, f: Tensor) -> None:
+        """See `Chosen`. In bf16 the product of the fit adds to y itself, which saves two passes."""
+        if y.dtype != torch.bfloat16 or not self.cells.in_order or torch.compiler.is_compiling():
+            super().add_restored_(y, f)
+            return
+        parts = f.reshape(*self.slots.shape, f.shape[-1])
+        if self.on_error is not None:
+            self.on_error(*self.left_out_error(parts))
+        weights = self.weights(y.dtype)
+        tiles = self.cells.tiles
+        for sample in range(len(y)):  # in place: views of all samples at once have no gradient
+            own = slice(sample * tiles, (sample + 1) * tiles)
+            y[sample].unflatten(0, (tiles, -1)).baddbmm_(weights[own], parts[own])
 
-        The image's tokens begin at `before`.
-        """
-        if t.shape[1] == self.tokens_in:
-            return self.take(t)
-        end = before + self.tokens_in
-        return torch.cat([t[:, :before], self.take(t[:, before:end]), t[:, end:]], 1)
 
-    def restore_around(self, f: Tensor, before: int) -> Tensor:
-        """Return all tokens [B, n, C], restored from f [B, n', C] in the order of `take_around`."""
-        if f.shape[1] == self.tokens_kept:
-            return self.restore(f)
-        first, image, last = self._around(f, before)
-        return torch.cat([first, self.restore(image), last], 1)
+class ChosenOfImages(Chosen):
+    """The chosen tokens of images that follow one another in a sequence.
 
-    def add_restored_(self, y: Tensor, f: Tensor, before: int) -> Tensor:
-        """Add all tokens, restored from f [B, n', C] as in `restore_around`, to y [B, n, C].
+    Args:
+        images: the chosen tokens of each image.
+    """
 
-        Needs no gradient. In bf16 the product of the fit adds to y itself, which saves the passes
-        over all tokens of two additions and a concatenation.
-        """
-        first, image, last = self._around(f, before)
-        end = before + self.tokens_in
-        y[:, :before].add_(first)
-        y[:, end:].add_(last)
-        if y.dtype != torch.bfloat16 or not self.cells.in_order or self.on_error is not None:
-            y[:, before:end].add_(self.restore(image))
-            return y
-        tiles, count = self.cells.tiles, self.slots.shape[1]
-        weights = self.weights(y.dtype).unflatten(0, (-1, tiles))
-        for sample, w, part in zip(y[:, before:end], weights, image, strict=True):
-            sample.unflatten(0, (tiles, -1)).baddbmm_(w, part.unflatten(0, (tiles, count)))
-        return y
+    def __init__(self, images: Sequence[ChosenTokens]) -> None:
+        self.images, start, at = images, 0, []
+        for image in images:
+            at.append(image.at + start)
+            start += image.tokens_in
+        self.at = torch.cat(at, 1)
 
-    def _around(self, f: Tensor, before: int) -> tuple[Tensor, ...]:
-        """Cut f [B, n', C] into the tokens before the image, the chosen ones, and the others."""
-        kept = self.tokens_kept
-        return f.split([before, kept, f.shape[1] - before - kept], 1)
+    @property
+    def tokens_in(self) -> int:
+        """Return the number of tokens of all images."""
+        return sum(image.tokens_in for image in self.images)
+
+    def take(self, t: Tensor) -> Tensor:
+        """See `Chosen`."""
+        parts = t.split([image.tokens_in for image in self.images], 1)
+        return torch.cat([one.take(part) for one, part in zip(self.images, parts, strict=True)], 1)
+
+    def restore(self, f: Tensor) -> Tensor:
+        """See `Chosen`."""
+        parts = f.split([image.tokens_kept for image in self.images], 1)
+        restored = [one.restore(part) for one, part in zip(self.images, parts, strict=True)]
+        return torch.cat(restored, 1)
+
+    def add_restored_(self, y: Tensor, f: Tensor) -> None:
+        """See `Chosen`."""
+        start = at = 0
+        for one in self.images:
+            end, last = start + one.tokens_in, at + one.tokens_kept
+            one.add_restored_(y[:, start:end], f[:, at:last])
+            start, at = end, last
 
 
 @torch.no_grad()
@@ -279,8 +350,10 @@ def choose_slots(
 
 def positions(cells: Cells, slots: Tensor) -> Tensor:
     """Return the positions [B, T * K] of tokens by their slots [B * T, K] in their tile."""
-    starts = cached_tensors(_starts, cells.tiles, cells.width, slots.device)
-    at = (slots.view(-1, cells.tiles, slots.shape[1]) + starts).flatten(1)
+    at = slots
+    if cells.tiles > 1:
+        starts = cached_tensors(_starts, cells.tiles, cells.width, slots.device)
+        at = (slots.view(-1, cells.tiles, slots.shape[1]) + starts).flatten(1)
     return at if cells.in_order else cells.order[at]
 
 
@@ -296,9 +369,8 @@ def _kernel(apart: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """
     count = chosen.shape[1]
     rows = chosen.unsqueeze(-1).expand(-1, -1, count)
-    mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
-    zero = cached_tensors(_constant, 0.0, apart.dtype, apart.device)
-    kernel = torch.addcdiv(zero, apart, mean, value=-1 / BANDWIDTH, out=apart).exp_()
+    mean = apart.gather(1, rows).mean((1, 2), keepdim=True)
+    kernel = apart.div_(torch.rsub(mean, -BANDWIDTH * TINY, alpha=BANDWIDTH)).exp_()
     gram = kernel.gather(1, rows)
     gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
     factor = torch.linalg.cholesky_ex(gram)[0]
@@ -414,10 +486,10 @@ def restored(
 
 
 def restored_by(
-    chosen: ChosenTokens, fn: Callable[[Tensor], Tensor], x: Tensor, before: int = 0
+    chosen: Chosen, fn: Callable[[Tensor], Tensor], x: Tensor, before: int = 0
 ) -> Tensor:
-    """Compute `fn` on the chosen tokens and on those around the image, and restore the image's.
+    """Compute `fn` on the chosen tokens and on those around the images, and restore the images'.
 
-    `chosen` are the image's chosen tokens. All other arguments are those of `restored`.
+    `chosen` are the images' chosen tokens. All other arguments are those of `restored`.
     """
     return chosen.restore_around(fn(chosen.take_around(x, before)), before)

@@ -38,6 +38,7 @@ class FusedInHook(PartHook):
 
     keep_of = "mlp_share"
     for_mlps = True
+    of_references = True
     ahead = 0
 
     def output(self, call: TokensCall) -> Any:
@@ -92,12 +93,11 @@ class FusedOutHook(PartHook):
         if _is_plain(call):
             y = F.linear(attention, linear.weight[:, :width], linear.bias)
             f = F.linear(hidden, linear.weight[:, width:])
-            if not (y.requires_grad or f.requires_grad):
-                return rows.add_restored_(y, f)
-        else:  # a LoRA, or quantised weights: any linear map
-            few, y = rows.take(attention), call.run(F.pad(attention, (0, hidden.shape[-1])))
-            assert few is not None
-            f = call.run(torch.cat([few, hidden], -1)) - rows.take(y)
+            return rows.add_restored_(y, f)
+        # A LoRA, or quantised weights: any linear map.
+        few, y = rows.take(attention), call.run(F.pad(attention, (0, hidden.shape[-1])))
+        assert few is not None
+        f = call.run(torch.cat([few, hidden], -1)) - rows.take(y)
         return y + rows.restore(f)
 
 
@@ -166,11 +166,13 @@ def _activation(call: TokensCall, into: str) -> Callable[[Tensor], Tensor] | Non
     of_each_number = type(act) in (nn.GELU, nn.SiLU, nn.ReLU) and "forward" not in vars(act)
     hooked = of_each_number and (act._forward_hooks or act._forward_pre_hooks)
     width: Any = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
+    modules: list[Any] = [into_mlp, act, out]
     alone = (
         of_block
         and own.__module__.startswith("diffusers.models.")
         and of_each_number
         and not hooked
+        and not any(m._backward_hooks or m._backward_pre_hooks for m in modules)
         and all(_has_own_hook(module) and _is_outermost(module) for module in (into_mlp, out))
         and getattr(into_mlp, "out_features", None) == width  # not gated
     )

@@ -18,6 +18,7 @@ projections with the attention are in `fused_mlp.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -31,7 +32,14 @@ from mame_sd.core.cells import Cells
 from mame_sd.core.groups import all_text, equal_at_end
 from mame_sd.core.intercept import running_job
 from mame_sd.core.min_tokens import too_little_work
-from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
+from mame_sd.core.restore import (
+    Chosen,
+    ChosenOfImages,
+    ChosenTokens,
+    cells_and_count,
+    choose_tokens,
+    restored_by,
+)
 from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.layer import LayerHook, MergedForward
@@ -113,6 +121,7 @@ class RestoreHook(LayerHook):
         never: reason why the module can't be restored in any call. Empty if it can.
         keep_of: the setting that says which share is computed. Empty for parts of blocks.
         for_mlps: True if restoring an MLP needs this hook.
+        of_references: True if tokens of reference images are restored too.
     """
 
     name = "mame_restore"
@@ -120,6 +129,7 @@ class RestoreHook(LayerHook):
     never = ""
     keep_of = ""
     for_mlps = False
+    of_references = False
     OTHER = "its tokens are not the image's"
 
     def __init__(
@@ -144,7 +154,7 @@ class RestoreHook(LayerHook):
 
     def chosen(
         self, call: TokensCall, x: Any, config: MaMeConfig
-    ) -> tuple[ChosenTokens, Tokens, int] | None:
+    ) -> tuple[Chosen, Tokens, int] | None:
         """Choose the tokens that are computed, or count a call that is not restored.
 
         Args:
@@ -158,44 +168,58 @@ class RestoreHook(LayerHook):
         """
         tokens = self.reason(x)
         if isinstance(tokens, Tokens):
-            few = self.never or self.too_few(tokens, x, config)
+            few = self.never or self.too_few(tokens.count, x, config)
             tokens = few or self.refused(call, tokens) or tokens
         if isinstance(tokens, str):
             self.left_alone(tokens, x)
             return None
         start = self.start(tokens, x) or 0
-        image = self.features(x[:, start : start + tokens.count])
-        return self.choose(image, config, tokens), tokens, start
+        sizes = [tokens.size, *self.references(tokens, x, start, config)]
+        chosen, end = [], start
+        for size in sizes:
+            begin, end = end, end + math.prod(size)
+            chosen.append(self.choose(self.features(x[:, begin:end]), config, size))
+        return chosen[0] if len(chosen) == 1 else ChosenOfImages(chosen), tokens, start
 
-    def choose(self, x: Tensor, config: MaMeConfig, tokens: Tokens) -> ChosenTokens:
-        """Choose among the image's tokens x [B, L, C]."""
+    def references(
+        self, tokens: Tokens, x: Tensor, start: int, config: MaMeConfig
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of the reference images in an input x that are restored too."""
+        sizes = tokens.references if self.of_references and config.references != 1 else ()
+        counts = [*map(math.prod, sizes)]
+        if x.shape[1] < start + tokens.count + sum(counts):
+            return ()
+        return () if any(self.too_few(count, x, config) for count in counts) else sizes
+
+    def choose(self, x: Tensor, config: MaMeConfig, size: tuple[int, ...]) -> ChosenTokens:
+        """Choose among the tokens x [B, L, C] of an image of (h, w) or (t, h, w) tokens."""
         # Compiled regions estimate nothing.
         estimating = None if torch.compiler.is_compiling() else self.shared.estimating.value
         on_error = None
         if estimating is not None:
             estimating.add(self.stats.name)
             on_error = self.stats.errors.add
-        return choose_tokens(x, *self.choice(x, config, tokens), on_error)
+        return choose_tokens(x, *self.choice(x, config, size), on_error)
 
     def choice(
-        self, x: Tensor, config: MaMeConfig, tokens: Tokens
+        self, x: Tensor, config: MaMeConfig, size: tuple[int, ...]
     ) -> tuple[Cells, int, Tensor | None, Tensor | None]:
         """Return the `cells`, `count`, `draw` and `leader` with which `choose` chooses tokens."""
         keep: float = getattr(config, self.keep_of)
         step = self.step()
         leader = step.leader if config.share_guidance_plan else None
         draw = step.draw if config.redraw else None
-        return *cells_and_count(tokens.size, keep, config.seed, x.device), draw, leader
+        return *cells_and_count(size, keep, config.seed, x.device), draw, leader
 
     def features(self, image: Tensor) -> Tensor:
         """Return the features [B, L, C] of the image's tokens that the fit is made on."""
         return image
 
-    def too_few(self, tokens: Tokens, x: Tensor, config: MaMeConfig) -> str:
-        """Return why a call with so few tokens isn't restored. Empty if it is."""
+    def too_few(self, count: int, x: Tensor, config: MaMeConfig) -> str:
+        """Return why an image of so few tokens isn't restored. Empty if it is."""
         if config.min_tokens is None:
-            return too_little_work(x, tokens.count)
-        few = tokens.count < config.min_tokens
+            return too_little_work(x, count)
+        few = count < config.min_tokens
         return f"fewer than min_tokens={config.min_tokens}" if few else ""
 
     def refused(self, call: TokensCall, tokens: Tokens) -> str:
@@ -230,6 +254,7 @@ class MLPHook(RestoreHook):
 
     keep_of = "mlp_share"
     for_mlps = True
+    of_references = True
 
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """See `RestoreHook`. Text that joins the image comes in the order of its attention."""

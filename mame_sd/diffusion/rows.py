@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.intercept import innermost
-from mame_sd.core.restore import ChosenTokens
+from mame_sd.core.restore import Chosen
 from mame_sd.diffusion.context import Tokens
 
 
@@ -22,7 +22,7 @@ class Rows:
     """The rows of a block's tokens that are computed.
 
     Args:
-        chosen: the chosen tokens of the image.
+        chosen: the chosen tokens of the image, and of references.
         tokens: layout of the tokens.
 
     Attributes:
@@ -31,13 +31,13 @@ class Rows:
 
     mixed = False
 
-    def __init__(self, chosen: ChosenTokens, tokens: Tokens) -> None:
+    def __init__(self, chosen: Chosen, tokens: Tokens) -> None:
         self.chosen, self.tokens = chosen, tokens
 
     def take(self, t: Tensor, start: int | None = None) -> Tensor | None:
         """Return the computed rows [B, n', C] of t [B, n, C], or None if t lacks the image.
 
-        These are the chosen tokens, and all tokens that are not the image's. `start` is the
+        These are the chosen tokens, and all tokens among which none are chosen. `start` is the
         position of the image's first token. If None, it is found.
         """
         start = image_start(self.tokens, t) if start is None else start
@@ -53,9 +53,9 @@ class Rows:
         start = (image_start(self.tokens, like) or 0) if start is None else start
         image = rows[:, start : start + self.chosen.tokens_kept]
         at = self.chosen.at.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
-        zeros = rows.new_zeros(len(rows), self.tokens.count, rows.shape[-1])
+        zeros = rows.new_zeros(len(rows), self.chosen.tokens_in, rows.shape[-1])
         y = zeros.scatter(1, at, image)
-        if like.shape[1] == self.tokens.count:
+        if like.shape[1] == self.chosen.tokens_in:
             return y
         after = rows[:, start + self.chosen.tokens_kept :]
         return torch.cat([rows[:, :start], y, after], 1)
@@ -68,12 +68,13 @@ class Rows:
         return self.chosen.restore_around(rows, self._start(rows))
 
     def add_restored_(self, y: Tensor, rows: Tensor) -> Tensor:
-        """Return y [B, n, C], to which `restore(rows)` was added in place. Needs no gradient."""
-        return self.chosen.add_restored_(y, rows, self._start(rows))
+        """Return y [B, n, C], to which `restore(rows)` was added in place."""
+        return self.chosen.add_restored_around_(y, rows, self._start(rows))
 
     def _start(self, rows: Tensor) -> int:
         """Return the position of the image's first token among `rows`."""
-        return self.tokens.start(rows.shape[1] - self.chosen.tokens_kept + self.tokens.count) or 0
+        length = rows.shape[1] - self.chosen.tokens_kept + self.chosen.tokens_in
+        return self.tokens.start(length) or 0
 
 
 def image_start(tokens: Tokens, t: Tensor) -> int | None:

@@ -82,6 +82,8 @@ core/restore.py: core/test_restore.py
     sums.clamp_min_(LARGEST) => torch.full_like(sums, LARGEST)
     y = within(y.to(parts.dtype), parts) => y = y.to(parts.dtype)
     y[:, end:].add_(last) => pass
+    at.append(image.at + start) => at.append(image.at)
+    f[:, at:last]) => f[:, : last - at])
     or not self.cells.in_order or => or
     _solved(factor, wide - mean) => _solved(factor, wide)
     return y.scatter_(1, self.slots.unsqueeze(-1).expand_as(parts), parts) => return y

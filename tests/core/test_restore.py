@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mame_sd.core import reference, restore
 from mame_sd.core.cells import DRAWS
-from mame_sd.core.restore import cells_and_count, choose_tokens, restored
+from mame_sd.core.restore import ChosenOfImages, cells_and_count, choose_tokens, restored
 from tests import oracle
 from tests.builders.tokens import tokens as drawn_tokens
 
@@ -248,6 +248,37 @@ def test_one_graph_gives_the_same(dtype: torch.dtype) -> None:
         torch.testing.assert_close(compiled(x, draw), call(x, draw))
 
 
+def test_a_graph_of_halves_takes_any_batch() -> None:
+    dtype, fn = torch.bfloat16, mlp(torch.bfloat16)
+    cells, count = cells_and_count((32, 32), 0.125, 0, torch.device("cpu"))
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        chosen = choose_tokens(x, cells, count)
+        return chosen.add_restored_around_(y * 1, fn(chosen.take(x)), 0)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for batch in (2, 3, 5):
+        x, y = tokens(batch, 1024, 6, dtype=dtype), tokens(batch, 1024, 3, dtype=dtype)
+        for t in (x, y):
+            torch._dynamo.mark_dynamic(t, 0)  # a batch that is a constant of the graph is an error
+        torch.testing.assert_close(compiled(x, y), call(x, y), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_functions_go_through() -> None:
+    x, fn = tokens(3, 256, 6, dtype=torch.float32), mlp(torch.float32)
+
+    def call(x: Tensor) -> Tensor:
+        return restored(fn, x, (16, 16), 0.25)
+
+    y, moved = torch.func.jvp(call, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(y, call(x))
+    assert moved.isfinite().all()
+    assert moved.any()
+    each = torch.vmap(lambda one: call(one[None])[0])(x)
+    torch.testing.assert_close(each, call(x), rtol=1e-4, atol=1e-4)
+
+
 X = torch.zeros(2, 63, 4)
 
 
@@ -320,10 +351,38 @@ def test_restored_tokens_are_added_in_place(
     f = fn(chosen.take_around(x, before))
     y = tokens(2, x.shape[1], f.shape[-1], dtype=dtype, seed=3)
     want = (y + chosen.restore_around(f, before)).double()
-    assert chosen.add_restored_(y, f, before) is y
+    assert chosen.add_restored_around_(y, f, before) is y
     near = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), want, rtol=near, atol=near)
     assert len(found) == 2 * estimating
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_images_that_follow_one_another_are_restored_as_each_alone(dtype: torch.dtype) -> None:
+    before, sizes, after, fn = 3, ((32, 64), (37, 60), (32, 32)), 2, mlp(dtype)
+    counts = [before, *map(math.prod, sizes), after]
+    x = tokens(2, sum(counts), 6, dtype=dtype)
+    first, *parts, last = x.split(counts, 1)
+    chosen = [
+        choose_tokens(part, *cells_and_count(size, 0.125, 0, x.device))
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    alone = [one.restore(fn(one.take(part))) for one, part in zip(chosen, parts, strict=True)]
+    want = torch.cat([fn(first), *alone, fn(last)], 1)
+    images = ChosenOfImages(chosen)
+    assert images.tokens_in == sum(counts[1:-1])
+    f = fn(images.take_around(x, before))
+    near = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(images.restore_around(f, before), want, rtol=near, atol=near)
+    y = tokens(2, x.shape[1], f.shape[-1], dtype=dtype, seed=3).requires_grad_()
+    found = images.add_restored_around_(y.clone(), f, before)
+    torch.testing.assert_close(found.double(), (y + want).double(), rtol=near, atol=near)
+    found.sum().backward()
+    assert y.grad is not None
+    assert (y.grad == 1).all()
+    image = torch.cat(parts, 1)
+    taken = image.gather(1, images.at.unsqueeze(-1).expand(-1, -1, 6))
+    assert torch.equal(taken, images.take(image))
 
 
 def left_out_by_loop(x: Tensor, f: Tensor) -> tuple[float, float]:

@@ -492,6 +492,31 @@ def test_tokens_of_another_batch_are_all_computed() -> None:
     assert rows.take(x[:1]) is None
 
 
+def test_backward_hooks_on_shared_projections_are_called() -> None:
+    model, inputs = tiny_model("FluxTransformer2DModel")
+    blocks: Any = model.get_submodule("single_transformer_blocks")
+    seen: list[Tensor] = []
+    for block in blocks:
+        block.proj_mlp.register_full_backward_hook(lambda _, given, of: seen.append(of[0]))
+    restored(model, "mlp")
+    model(**inputs, return_dict=False)[0].sum().backward()
+    assert len(seen) == len(blocks)
+    assert all(grad.any() for grad in seen)
+
+
+def test_halves_are_the_same_with_gradients_and_estimates() -> None:
+    model, inputs = tiny_model("FluxTransformer2DModel")
+    handle = restored(model.bfloat16(), "mlp")
+    given = {
+        name: value.bfloat16() if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    found = run(given, model)
+    assert torch.equal(found, model(**given, return_dict=False)[0])
+    with handle.estimating_errors():
+        assert torch.equal(found, run(given, model))
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_rules_for_shared_projections(name: str) -> None:
     model, _, single = fused_model(name)

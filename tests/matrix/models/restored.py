@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame
-from mame_sd.core.restore import ChosenTokens
+from mame_sd.core.restore import Chosen, ChosenOfImages, ChosenTokens
 from mame_sd.diffusion.fused_mlp import FusedOutHook
 from mame_sd.diffusion.restoring import BlockHook, MLPHook, RestoreHook, TokensCall
 from mame_sd.diffusion.rows import image_start, running_fused_mlp, running_rows
@@ -27,12 +27,13 @@ SETTINGS = {"mlp": "mlp_keep", "block": "block_keep"}
 class Restored:
     """One call that was restored, whose input has `length` tokens, the image's from `start`.
 
-    `x` is what is added to the fit for the image's tokens: a block's input, or the attention's part
+    The image's tokens are followed by those of references that are restored too. `x` is what is
+    added to the fit: a block's input, or the attention's part
     of a projection that it shares with an MLP. `plain` is the output without restoring.
     """
 
     hook: RestoreHook
-    chosen: ChosenTokens
+    chosen: Chosen
     start: int
     length: int
     x: Tensor
@@ -78,13 +79,14 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
     """
     split = [] if split is None else split
     found: list[Restored] = []
-    latest: dict[RestoreHook, ChosenTokens] = {}
+    latest: dict[RestoreHook, list[ChosenTokens]] = defaultdict(list)
     shared = handle._shared
     choose = RestoreHook.choose
 
     def noted(self: RestoreHook, *args: Any) -> ChosenTokens:
-        latest[self] = choose(self, *args)
-        return latest[self]
+        chosen = choose(self, *args)
+        latest[self].append(chosen)
+        return chosen
 
     def compared(kind: type[RestoreHook]) -> Any:
         compute = kind.output
@@ -99,7 +101,7 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
             if not restored or running_rows() is not None:
                 return output
             x = call.x.transpose(0, 1) if self.family.sequence_first else call.x
-            chosen, setting = latest[self], shared.setting
+            chosen, setting = ChosenOfImages(latest[self]), shared.setting
             whole = setting.config.replace(mlp_keep=1, block_keep=1)
             shared.setting = replace(setting, config=whole, of_layer={})
             try:
