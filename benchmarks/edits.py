@@ -149,6 +149,14 @@ class Row:
 ROWS = {
     "unmerged": Row(label="unmerged"),
     "fewer-1": Row(label="one step fewer", fewer=1),
+    "fewer-2": Row(label="two steps fewer", fewer=2),
+    **{
+        f"mlps-{share:g}": Row(label=f"MLPs on {share:g}",
+                               settings={"keep": 1.0, "mlp_keep": share})
+        for share in (0.25, 0.125)
+    },
+    "mlps-image": Row(label="MLPs on 0.125, those of the reference on all tokens",
+                      settings={"keep": 1.0, "mlp_keep": 0.125, "references": 1.0}),
     **{
         f"references-{share:g}": Row(label=f"{share:g} of the reference's keys",
                                      settings={"keep": 1.0, "references": share})
@@ -157,7 +165,7 @@ ROWS = {
     "random-0.25": Row(label="0.25 at random", keys=("random", 0.25)),
     "second": Row(label="every second key", keys=("grid", 0.5)),
     "default": Row(label="default", settings={}),
-    "default-whole": Row(label="default, the reference's keys not merged",
+    "default-whole": Row(label="default, the reference as it is",
                          settings={"references": 1.0}),
     "default-half": Row(label="default, 0.5 of the reference's keys", settings={"references": 0.5}),
     "none": Row(label="no key of the reference", keys=("random", 0.0)),

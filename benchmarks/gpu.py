@@ -123,17 +123,20 @@ def flux(
     heads: int = 24,
     text: int = 512,
     layers: tuple[int, int] = (2, 2),
+    references: int = 0,
     **more: Any,
 ) -> Case:
-    """Return FLUX.1 with an image of (h, w) tokens.
+    """Return FLUX.1 with an image of (h, w) tokens, and reference images of as many.
 
     The second of its `layers` stands for all but one of 19 double blocks and of 38 single ones.
     """
     h, w = size
-    ids = torch.zeros(h, w, 3)
+    ids = torch.zeros(1 + references, h, w, 3)
+    ids[..., 0] = torch.arange(1 + references).view(-1, 1, 1)
     ids[..., 1], ids[..., 2] = torch.arange(h).unsqueeze(1), torch.arange(w)
+    ids = ids.flatten(0, 2)
     shapes = {
-        "hidden_states": (h * w, 64),
+        "hidden_states": (len(ids), 64),
         "encoder_hidden_states": (text, 4096),
         "pooled_projections": (768,),
         "timestep": (),
@@ -143,7 +146,7 @@ def flux(
         {"num_layers": layers[0], "num_single_layers": layers[1], "num_attention_heads": heads},
         shapes,
         repeats={"transformer_blocks.1": 18, "single_transformer_blocks.1": 37},
-        ids={"img_ids": ids.flatten(0, 1), "txt_ids": torch.zeros(text, 3)},
+        ids={"img_ids": ids, "txt_ids": torch.zeros(text, 3)},
         **more,
     )
 
@@ -202,6 +205,7 @@ CASES: dict[str, partial[Case]] = {
     "SDXL at 1024": partial(unet, SDXL, side=1024),
     "SD 3.5 large at 1024": partial(sd3, size=(64, 64)),
     "FLUX.1 at 1024": partial(flux, size=(64, 64)),
+    "FLUX.1 Kontext at 1024": partial(flux, size=(64, 64), references=1),
     "FLUX.1 at 2048": partial(flux, size=(128, 128)),
     "Wan 2.1 14B, 480p": partial(wan, size=(21, 30, 52)),
     "Wan 2.2 14B, 720p": partial(wan, size=(21, 45, 80)),

@@ -123,8 +123,9 @@ class MaMeConfig:
             its T5 encoder. It needs `apply_mame`.
         seed: seed of the random draws. Draws have their own generator, never the global one.
         references: share of each reference image's keys to keep; by default a quarter. If `keep` is
-            given, the default keeps all. Above 0 to 1; 1 keeps all. Each reference merges on its
-            own grid. Models for edits support it, through `apply_mame`.
+            given, the default keeps all. Above 0 to 1; 1 leaves references as they are. Each
+            reference merges, and its MLPs are restored, on its own grid. Models for edits support
+            it, through `apply_mame`.
         size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
             single attention modules need it. Models read it from their input and reject a different
             value.
