@@ -43,19 +43,22 @@ class FusedInHook(PartHook):
 
     def output(self, call: TokensCall) -> Any:
         """See `RestoreHook`."""
-        running, config = running_fused_mlp(), self.config
-        if running is None or config is None or running_rows() is not None:
+        running, config, of_block = running_fused_mlp(), self.config, running_rows()
+        if of_block is not None and of_block.activation is not None:
+            part = of_block.take(call.x)
+            if part is not None:
+                return _aside(of_block, of_block.activation(call.run(part)), call.x)
+        if running is None or config is None or of_block is not None:
             return call.run() if self.ahead else super().output(call)
         if (found := self.chosen(call, call.x, config)) is None:
             return call.run()
         chosen, tokens, start = found
-        running.rows = rows = Rows(chosen, tokens)
+        running.rows = rows = Rows(chosen, tokens, running.activation)
         part = rows.take(call.x, start)
         assert part is not None
         self.stats.merged((chosen,), tokens.size)
-        if running.activation is not None:
-            running.hidden = hidden = running.activation(call.run(part))
-            return hidden.new_empty(*call.x.shape[:2], 0)
+        if rows.activation is not None:
+            return _aside(rows, rows.activation(call.run(part)), call.x)
         if not self.ahead:
             return rows.put(call.run(part), call.x, start)
         linear: Any = call.module
@@ -81,14 +84,18 @@ class FusedOutHook(PartHook):
 
     def output(self, call: TokensCall) -> Any:
         """See `RestoreHook`."""
-        running = running_fused_mlp()
+        running, of_block = running_fused_mlp(), running_rows()
+        if of_block is not None and of_block.hidden is not None:
+            few, columns, of_block.hidden = of_block.take(call.x), of_block.hidden, None
+            assert few is not None
+            return of_block.put(call.run(torch.cat([few, columns], -1)), call.x)
         if running is None or running.rows is None:
             return super().output(call)
-        rows, hidden, running.rows, running.hidden = running.rows, running.hidden, None, None
+        rows, running.rows = running.rows, None
         linear: Any = call.module
         width: int = linear.out_features  # of the attention's output, too
         attention, mlp = call.x.split([width, call.x.shape[-1] - width], -1)
-        hidden = rows.take(mlp) if hidden is None else hidden
+        hidden = rows.take(mlp) if rows.hidden is None else rows.hidden
         assert hidden is not None
         if _is_plain(call):
             y = F.linear(attention, linear.weight[:, :width], linear.bias)
@@ -120,7 +127,7 @@ class FusedMLP:
             return call.run()
         reason = self._reason(call.module)
         if not reason:
-            running = FusedMLPCall(_activation(call, self.into))
+            running = FusedMLPCall(self.activation(call))
             with FusedMLPMode(running):
                 output = call.run()
             if running.rows is None:
@@ -131,6 +138,10 @@ class FusedMLP:
         hook.left_alone(reason, call.x)
         return call.run()
 
+    def activation(self, call: TokensCall) -> Callable[[Tensor], Tensor] | None:
+        """Return the `activation` of `Rows` in a call of the block."""
+        return _activation(call, self.into)
+
     def _reason(self, block: nn.Module) -> str:
         """Return why the MLP can't be restored as the projections are now. Empty if it can."""
         into, out = module_at(block, self.into), module_at(block, self.out)
@@ -139,6 +150,12 @@ class FusedMLP:
         if not (hooked and is_hooked(out) and _is_outermost(out)):
             return REPLACED
         return CACHED if any(map(has_cache, (into, out))) else ""
+
+
+def _aside(rows: Rows, hidden: Tensor, x: Tensor) -> Tensor:
+    """Keep an MLP's columns of a few tokens in `rows`, and return none for the tokens of x."""
+    rows.hidden = hidden
+    return hidden.new_empty(*x.shape[:2], 0)
 
 
 def module_at(module: nn.Module, path: str) -> nn.Module | None:

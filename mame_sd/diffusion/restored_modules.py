@@ -71,7 +71,7 @@ def restoring_hooks(
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
             if fused is not None:
-                own.with_mlp, own.for_mlps = fused.output, True
+                own.fused, own.for_mlps = fused, True
             own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
             yield outer, block, own
 

@@ -360,12 +360,12 @@ class BlockHook(RestoreHook):
     """Compute a block on a few tokens, with the keys of all, and restore the change it makes.
 
     Attributes:
-        with_mlp: computes a call of the block on all tokens but for its MLP, if the MLP shares
-            projections with the attention.
+        fused: if the MLP shares projections with the attention, the `FusedMLP` that computes the
+            block on all tokens but for its MLP.
     """
 
     keep_of = "block_share"
-    with_mlp: Callable[[TokensCall], Any] | None = None
+    fused: Any = None
 
     def output(self, call: TokensCall) -> Any:
         """See `RestoreHook`."""
@@ -375,9 +375,10 @@ class BlockHook(RestoreHook):
         if config is not None and config.block_share < 1:
             found = self.chosen(call, call.x, config)
         if found is None:
-            return call.run() if self.with_mlp is None else self.with_mlp(call)
+            return call.run() if self.fused is None else self.fused.output(call)
         chosen, tokens, start = found
-        rows = Rows(chosen, tokens)
+        activation = None if self.fused is None else self.fused.activation(call)
+        rows = Rows(chosen, tokens, activation)
         with RowsMode(rows):
             output = call.run()
         x, end = call.x, start + tokens.count

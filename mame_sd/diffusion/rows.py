@@ -24,15 +24,25 @@ class Rows:
     Args:
         chosen: the chosen tokens of the image, and of references.
         tokens: layout of the tokens.
+        activation: that of an MLP which shares projections with attention, if the block does no
+            more between these than call it and concatenate.
 
     Attributes:
         mixed: True if a further self-attention of the block ran, which needs all rows.
+        hidden: columns [B, n', C] of that MLP, which the projection into it set for the one out of
+            it. If None, they are among those that the block passes on.
     """
 
     mixed = False
+    hidden: Tensor | None = None
 
-    def __init__(self, chosen: Chosen, tokens: Tokens) -> None:
-        self.chosen, self.tokens = chosen, tokens
+    def __init__(
+        self,
+        chosen: Chosen,
+        tokens: Tokens,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.chosen, self.tokens, self.activation = chosen, tokens, activation
 
     def take(self, t: Tensor, start: int | None = None) -> Tensor | None:
         """Return the computed rows [B, n', C] of t [B, n, C], or None if t lacks the image.
@@ -109,19 +119,15 @@ class FusedMLPCall:
     """Hold what the projections of a block share that restores its MLP (`fused_mlp.FusedMLP`).
 
     Args:
-        activation: the MLP's activation, if the block does no more between the projections than
-            call it and concatenate.
+        activation: see `Rows`.
 
     Attributes:
         rows: set by the projection into the MLP, and taken by the projection out of it.
-        hidden: the MLP's columns [B, n', C] of the computed tokens. If None, they are among those
-            that the block passes on.
     """
 
     def __init__(self, activation: Callable[[Tensor], Tensor] | None) -> None:
         self.activation = activation
         self.rows: Rows | None = None
-        self.hidden: Tensor | None = None
 
 
 class FusedMLPMode(_BlockMode):

@@ -450,8 +450,9 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tools_around_the_activation_get_the_columns_of_each_token(
-    tool: str, when: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, tool: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a tool no columns of the MLP move through a block."""
     model, once, _ = fused_model("FluxTransformer2DModel")
@@ -468,7 +469,7 @@ def test_tools_around_the_activation_get_the_columns_of_each_token(
     monkeypatch.setattr(fused_mlp, "_activation", counted)
     if when == "before":
         TOOLS[tool](block)
-    handle = restored(model, "mlp")
+    handle = restored(model, kind)
     if when == "after":
         TOOLS[tool](block)
     blocks = len(model.get_submodule("single_transformer_blocks"))

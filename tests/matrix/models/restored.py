@@ -118,7 +118,8 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
     def projected(self: Any, call: TokensCall) -> Any:
         """Compare a projection out of attention and MLP with attention's part of it."""
         running = running_fused_mlp()
-        rows, hidden = (None, None) if running is None else (running.rows, running.hidden)
+        rows = None if running is None else running.rows
+        hidden = None if rows is None else rows.hidden
         output = project(self, call)
         if running is not None and rows is not None:
             x, chosen = call.x, rows.chosen
