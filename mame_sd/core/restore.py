@@ -219,7 +219,7 @@ class ChosenTokens(Chosen):
             self.on_error(*self.left_out_error(parts))
         weights = self.weights(y.dtype)
         tiles = self.cells.tiles
-        for sample in range(len(y)):  # in place: views of all samples at once have no gradient
+        for sample in range(len(y)):  # autograd refuses to change the views of `unbind` in place
             own = slice(sample * tiles, (sample + 1) * tiles)
             y[sample].unflatten(0, (tiles, -1)).baddbmm_(weights[own], parts[own])
 

@@ -28,8 +28,8 @@ REPLACED = "another tool has replaced or hooked its projection, as a LoRA added 
 class FusedInHook(PartHook):
     """Compute the projection into an MLP on a few tokens.
 
-    If the block only calls an activation and concatenates (`FusedMLPCall.activation`), the columns
-    don't pass through the block, which gets none. Otherwise all other tokens get zeros, which
+    If the block only calls an activation and concatenates (`Rows.activation`), the columns don't
+    pass through the block, which gets none. Otherwise all other tokens get zeros, which
     `FusedOutHook` does not read.
 
     Attributes:
