@@ -146,6 +146,8 @@ def test_mlps_are_restored_on_the_grid_of_each_reference(edit: Edit) -> None:
             assert call.chosen.tokens_in == count
         layers = [one for one in handle.report().layers if one.kind == "mlp" and one.merged]
         assert {one.tokens_in for one in layers} == {count}
+        others = f"reference image{'s' * (len(edit.sizes) > 1)} too"
+        assert {others in one.reason for one in layers} == {references != 1}
         handle.reset()
     handle.set(references=None, min_tokens=H * W)  # references are smaller
     with restoring(handle) as calls:

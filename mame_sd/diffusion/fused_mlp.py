@@ -56,7 +56,7 @@ class FusedInHook(PartHook):
         running.rows = rows = Rows(chosen, tokens, running.activation)
         part = rows.take(call.x, start)
         assert part is not None
-        self.stats.merged((chosen,), tokens.size)
+        self.merged(chosen, tokens)
         if rows.activation is not None:
             return _aside(rows, rows.activation(call.run(part)), call.x)
         if not self.ahead:

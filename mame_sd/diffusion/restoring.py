@@ -44,7 +44,7 @@ from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.layer import LayerHook, MergedForward
 from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
-from mame_sd.report import LayerStats
+from mame_sd.report import LayerStats, counted
 
 # Hooks of diffusers that don't change a module's output.
 _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker", "lazy_prefetch")
@@ -235,6 +235,12 @@ class RestoreHook(LayerHook):
             return "height and width unknown" if layout is None else layout.unknown
         return self.OTHER if self.start(layout, x) is None else layout
 
+    def merged(self, chosen: Chosen, tokens: Tokens) -> None:
+        """Count a call that was restored from chosen tokens."""
+        others = len(chosen.images) - 1 if isinstance(chosen, ChosenOfImages) else 0
+        note = f"tokens of {counted(others, 'reference image')} too" if others else ""
+        self.stats.merged((chosen,), tokens.size, note)
+
     def left_alone(self, reason: str, x: Any) -> None:
         """Count a call with an input x that is not restored.
 
@@ -285,7 +291,7 @@ class MLPHook(RestoreHook):
             return call.run(t.transpose(0, 1)).transpose(0, 1) if turned else call.run(t)
 
         y = restored_by(chosen, of_tokens, x, start)
-        self.stats.merged((chosen,), tokens.size)
+        self.merged(chosen, tokens)
         return y.transpose(0, 1) if turned else y
 
 
@@ -397,7 +403,7 @@ class BlockHook(RestoreHook):
         if y.shape[1] > tokens.count:
             restored = torch.cat([y[:, :start], restored, y[:, end:]], 1)
         outputs[at[0]] = restored
-        self.stats.merged((chosen,), tokens.size)
+        self.merged(chosen, tokens)
         return restored if alone else type(output)(outputs)
 
     def features(self, image: Tensor) -> Tensor:
