@@ -189,11 +189,10 @@ class _Counter(TorchDispatchMode):
 
             return call
 
+        names = {"choose_tokens", "take", "restore", "add_restored_"}
         with ExitStack() as patches:
             for owner in (restoring, restore, restore.ChosenTokens):
-                for name in {"choose_tokens", "take", "restore", "add_restored_"} & vars(
-                    owner
-                ).keys():
+                for name in names & vars(owner).keys():
                     function = marked(getattr(owner, name))
                     patches.enter_context(mock.patch.object(owner, name, function))
             yield

@@ -17,7 +17,7 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import Cells
 from mame_sd.core.groups import no_autocast
-from mame_sd.core.restore import ChosenTokens, choose_slots, positions
+from mame_sd.core.restore import Chosen, ChosenTokens, choose_slots, positions
 from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.errors import UserError
 from mame_sd.runs.loading import LoadedModel
@@ -65,9 +65,7 @@ class Copied:
 
 
 class _Copied(ChosenTokens):
-    def add_restored_(self, y: Tensor, f: Tensor) -> None:
-        """See `Chosen`: there is no fit whose product could add to y."""
-        y.add_(self.restore(f))
+    add_restored_ = Chosen.add_restored_  # there is no fit whose product could add in place
 
 
 @dataclass(frozen=True, eq=False)

@@ -141,11 +141,15 @@ class ChosenTokens(Chosen):
         quarter on either side. In half precision the weights are limited (`weights`), which reads
         and writes far less. Gradients reach f; the kernel is a constant.
         """
+        y = self._fitted(self._by_tile(f))
+        return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
+
+    def _by_tile(self, f: Tensor) -> Tensor:
+        """Return f [B, T * K, C] by tile, [B * T, K, C], and give its errors to `on_error`."""
         parts = f.reshape(*self.slots.shape, f.shape[-1])
         if self.on_error is not None:
             self.on_error(*self.left_out_error(parts))
-        y = self._fitted(parts)
-        return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
+        return parts
 
     def _fitted(self, parts: Tensor) -> Tensor:
         """Return the fit [B * T, P, C] of f, which is `parts` [B * T, K, C] on the chosen tokens.
@@ -214,11 +218,7 @@ class ChosenTokens(Chosen):
         if y.dtype != torch.bfloat16 or not self.cells.in_order or torch.compiler.is_compiling():
             super().add_restored_(y, f)
             return
-        parts = f.reshape(*self.slots.shape, f.shape[-1])
-        if self.on_error is not None:
-            self.on_error(*self.left_out_error(parts))
-        weights = self.weights(y.dtype)
-        tiles = self.cells.tiles
+        parts, weights, tiles = self._by_tile(f), self.weights(y.dtype), self.cells.tiles
         for sample in range(len(y)):  # autograd refuses to change the views of `unbind` in place
             own = slice(sample * tiles, (sample + 1) * tiles)
             y[sample].unflatten(0, (tiles, -1)).baddbmm_(weights[own], parts[own])

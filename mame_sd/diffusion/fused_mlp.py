@@ -183,14 +183,14 @@ def _activation(call: TokensCall, into: str) -> Callable[[Tensor], Tensor] | Non
     of_each_number = type(act) in (nn.GELU, nn.SiLU, nn.ReLU) and "forward" not in vars(act)
     hooked = of_each_number and (act._forward_hooks or act._forward_pre_hooks)
     width: Any = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
-    modules: list[Any] = [into_mlp, act, out]
+    projections = (into_mlp, out)
     alone = (
         of_block
         and own.__module__.startswith("diffusers.models.")
         and of_each_number
         and not hooked
-        and not any(m._backward_hooks or m._backward_pre_hooks for m in modules)
-        and all(_has_own_hook(module) and _is_outermost(module) for module in (into_mlp, out))
+        and not any(m._backward_hooks or m._backward_pre_hooks for m in (act, *projections))
+        and all(_has_own_hook(module) and _is_outermost(module) for module in projections)
         and getattr(into_mlp, "out_features", None) == width  # not gated
     )
     return act if alone else None

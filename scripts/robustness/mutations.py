@@ -137,6 +137,7 @@ diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
     nn.ReLU) and "forward" not in vars(act) => nn.ReLU)
     of_block = getattr(call.forward, "__func__", None) is own => of_block = True
     and all(_has_own_hook(module) and _is_outermost(module) => and all(True
+    and not any(m._backward_hooks or m._backward_pre_hooks => and not any(False
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False

@@ -28,8 +28,8 @@ class Restored:
     """One call that was restored, whose input has `length` tokens, the image's from `start`.
 
     The image's tokens are followed by those of references that are restored too. `x` is what is
-    added to the fit: a block's input, or the attention's part
-    of a projection that it shares with an MLP. `plain` is the output without restoring.
+    added to the fit: a block's input, or the attention's part of a projection that it shares with
+    an MLP. `plain` is the output without restoring.
     """
 
     hook: RestoreHook
