@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mame_sd.diffusion.families.family import register_family as register_family
     from mame_sd.diffusion.handle import MaMeHandle as MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor as MaMeAttnProcessor
+    from mame_sd.diffusion.report import MaMeReport as MaMeReport
     from mame_sd.embedded.model import embedded_model_path as embedded_model_path
     from mame_sd.embedded.pipeline import embedded_pipeline as embedded_pipeline
     from mame_sd.errors import MachineError as MachineError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from mame_sd.pipelines.stable_diffusion_mame import (
         StableDiffusionMaMePipeline as StableDiffusionMaMePipeline,
     )
-    from mame_sd.report import MaMeReport as MaMeReport
     from mame_sd.report import NothingMergedError as NothingMergedError
 
     __version__: str
@@ -40,7 +40,7 @@ _LAZY = {
     "MaMeAttnProcessor": "mame_sd.diffusion.processor",
     "MaMeConfig": "mame_sd.config",
     "MaMeHandle": "mame_sd.diffusion.handle",
-    "MaMeReport": "mame_sd.report",
+    "MaMeReport": "mame_sd.diffusion.report",
     "MachineError": "mame_sd.errors",
     "NothingMergedError": "mame_sd.report",
     "StableDiffusionMaMePipeline": "mame_sd.pipelines.stable_diffusion_mame",

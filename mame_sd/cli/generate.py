@@ -11,8 +11,9 @@ from typing import Any
 
 from mame_sd.cli.console import answer, doing, note, progress
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.report import NAMES
 from mame_sd.errors import UserError
-from mame_sd.report import NAMES, counted
+from mame_sd.report import counted
 from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model

@@ -43,14 +43,14 @@ from mame_sd.diffusion.hooks import (
     spread,
     takes_timestep,
 )
-from mame_sd.diffusion.layer import AttentionAdapter, MergeHook
+from mame_sd.diffusion.layer import AttentionAdapter, LayerStats, MergeHook
 from mame_sd.diffusion.processor import MaMeAttnProcessor
 from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.restored_modules import restoring_hooks
 from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.refused import DIFFUSERS, known_as, refused_as
-from mame_sd.report import LayerStats, device_of
+from mame_sd.report import device_of
 
 Outer = TypeVar("Outer")
 _OURS = (MergeHook.name, RestoreHook.name, SizeHook.name, StepHook.name)

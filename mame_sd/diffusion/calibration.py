@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mame_sd.config import MaMeConfig
-from mame_sd.report import LayerStats, device_of
+from mame_sd.diffusion.layer import LayerStats
+from mame_sd.report import device_of
 
 if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle

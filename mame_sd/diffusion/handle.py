@@ -27,13 +27,14 @@ from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_h
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
+from mame_sd.diffusion.report import MaMeReport, make_report
 from mame_sd.diffusion.restoring import BlockHook, RestoreHook, TextHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.handle import Handle
 from mame_sd.layer_rules import means
 from mame_sd.refused import known_as
-from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
+from mame_sd.report import NothingMergedError, device_of
 
 Placed = tuple[nn.Module, LayerHook | PreHook]  # a module and its hook
 GONE = "no longer part of the model: call apply_mame again"

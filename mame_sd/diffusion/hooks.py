@@ -23,8 +23,9 @@ from mame_sd.diffusion.context import NO_STEP, Call, HandleState, LazyStep, Plan
 from mame_sd.diffusion.families.family import class_names, is_one_of
 from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
+from mame_sd.diffusion.layer import LayerStats
 from mame_sd.diffusion.threads import PerTask, PerThread, begin, end
-from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
+from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
 # Models whose pipelines put the prompt before the negative one in a batch.

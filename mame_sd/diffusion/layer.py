@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.context import NO_STEP, HandleState, LazyStep, ResolvedConfig, Step, Tokens
 from mame_sd.diffusion.rows import Rows, RowsMode, needs_all_rows, running_rows
 from mame_sd.diffusion.threads import PerThread
-from mame_sd.report import LayerStats
+from mame_sd.report import ADDING, NEVER_CALLED, Sums
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
@@ -198,6 +198,116 @@ class AttentionAdapter(ABC):
             tuple(grids), length, route.first, options=options, draw=draw, leader=leader,
             known=known, **{"queries": tokens.count, **route.job},
         )  # fmt: skip
+
+
+class Counts(Protocol):
+    """Numbers of tokens before and after merging: of groups, a plan, or chosen tokens."""
+
+    @property
+    def tokens_in(self) -> int:
+        """Return the number of tokens before merging."""
+
+    @property
+    def tokens_kept(self) -> int:
+        """Return the number of tokens that were kept."""
+
+
+class FitErrors:
+    """Sums of a restored layer's estimated errors over calls (`ChosenTokens.left_out_error`)."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all calls."""
+        self.calls = 0
+        self._sums: Tensor | None = None
+
+    def add(self, errors: Tensor, deviations: Tensor) -> None:
+        """Add a call's sums of squared errors and of squared deviations from the mean."""
+        sums = torch.stack([errors, deviations])
+        with ADDING:
+            self.calls += 1
+            self._sums = sums if self._sums is None else sums + self._sums.to(sums.device)
+
+    def relative(self) -> float | None:
+        """Return the relative error of all calls, or None if there was none. Waits for the device.
+
+        It is 0 if the layer's outputs were all equal.
+        """
+        if self._sums is None:
+            return None
+        errors, deviations = self._sums.tolist()
+        return math.sqrt(errors / deviations) if deviations else 0.0
+
+
+class LayerStats:
+    """Counters of one layer since the last `reset`.
+
+    They count calls, tokens in and tokens kept. With `keep` the tokens kept are keys. `last_reason`
+    is the reason why the latest call was not merged, or None if it was.
+
+    Args:
+        name: name of the layer.
+        device: device of the counters of compiled regions. If None, these are not counted.
+        kind: "attention", "mlp", "block", or "text" for an MLP of the text.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device | None = None, kind: str = "attention"
+    ) -> None:
+        self.name, self.kind, self.device = name, kind, device
+        self._compiled = Sums(3, device)  # of calls in compiled regions
+        self.errors = FitErrors()
+        self.reset()
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Set all counters to zero. Compiled regions count on `device`."""
+        self.calls = self.tokens_in = self.tokens_kept = 0  # of all other calls
+        self._compiled.reset(device)
+        self.errors.reset()
+        self.size: tuple[int, ...] | None = None
+        self.last_reason: str | None = NEVER_CALLED
+        self.note = ""
+
+    def skipped(self, reason: str, tokens: int) -> None:
+        """Count a call that was not merged because of `reason`."""
+        self.last_reason = reason
+        self._add(tokens, tokens)
+
+    def merged(self, plans: Sequence[Counts], size: tuple[int, ...], note: str = "") -> None:
+        """Count a call that merged.
+
+        Args:
+            plans: plans of the generated image's tokens, then those of references.
+            size: size of the image in tokens.
+            note: text for the report about a fallback.
+        """
+        self.last_reason = None
+        self.size = size if len(size) > 1 else None
+        self.note = note
+        kept = sum(plan.tokens_kept for plan in plans)
+        self._add(sum(plan.tokens_in for plan in plans), kept)
+
+    def computed_as_one(self, tokens: int, repeats: int) -> None:
+        """Count a call with `tokens` tokens, of which `repeats` are equal and computed as one."""
+        self.last_reason, self.note = None, f"{repeats} equal tokens computed as one"
+        self._add(tokens, tokens - repeats + 1)
+
+    def totals(self) -> tuple[int, int, int]:
+        """Return (calls, sum of tokens in, sum of tokens kept)."""
+        calls, tokens_in, tokens_kept = self._compiled.totals()
+        return self.calls + calls, self.tokens_in + tokens_in, self.tokens_kept + tokens_kept
+
+    def _add(self, tokens_in: int, tokens_kept: int) -> None:
+        """Count a call."""
+        if torch.compiler.is_compiling():
+            self._compiled.add(1, tokens_in, tokens_kept)
+            return
+        with ADDING:
+            self.calls += 1
+            self.tokens_in += tokens_in
+            self.tokens_kept += tokens_kept
 
 
 class MergedForward:

@@ -25,8 +25,9 @@ from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.families.attention import PlainAttention, fixed_reason
 from mame_sd.diffusion.families.processors import default_processor, processed
-from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
-from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
+from mame_sd.diffusion.layer import NO_SIZE, LayerCall, LayerStats, merged_call
+from mame_sd.diffusion.report import MaMeReport, make_report
+from mame_sd.report import NothingMergedError
 
 _UNCOUNTED = LayerStats("compiled")
 _LAYER = PlainAttention()

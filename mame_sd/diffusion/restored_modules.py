@@ -11,7 +11,7 @@ from torch import nn
 from mame_sd.diffusion.context import HandleState
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.fused_mlp import FusedInHook, FusedMLP, FusedOutHook, module_at
-from mame_sd.diffusion.layer import LayerHook
+from mame_sd.diffusion.layer import LayerHook, LayerStats
 from mame_sd.diffusion.restoring import (
     GATED,
     SEVERAL,
@@ -23,7 +23,6 @@ from mame_sd.diffusion.restoring import (
     RestoreHook,
     TextHook,
 )
-from mame_sd.report import LayerStats
 
 _MLP = re.compile("FeedForward|SwiGLU|MLP$")  # of a class's name
 _OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of other tokens

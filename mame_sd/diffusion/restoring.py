@@ -42,9 +42,9 @@ from mame_sd.core.restore import (
 )
 from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
-from mame_sd.diffusion.layer import LayerHook, MergedForward
+from mame_sd.diffusion.layer import LayerHook, LayerStats, MergedForward
 from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
-from mame_sd.report import LayerStats, counted
+from mame_sd.report import counted
 
 # Hooks of diffusers that don't change a module's output.
 _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker", "lazy_prefetch")
@@ -246,7 +246,7 @@ class RestoreHook(LayerHook):
 
         The same module may be called with the text too, which says nothing about the image.
         """
-        if reason != self.OTHER or not self.stats.sums.eager[0]:
+        if reason != self.OTHER or not self.stats.calls:
             count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
             self.stats.skipped(reason, count)
 

@@ -20,9 +20,8 @@ from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.attention import SequenceAttention
 from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, IMAGE_ALONE
-from mame_sd.diffusion.layer import NO_SIZE, merged_call
+from mame_sd.diffusion.layer import NO_SIZE, LayerStats, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
-from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded
 from tests.builders.transformers import TEXT, H, W, normal, run
 from tests.matrix.models.case import BLC, case

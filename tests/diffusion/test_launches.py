@@ -129,10 +129,10 @@ JOINT = ("SD3Transformer2DModel", "transformer_blocks.1.attn")
 # For each way the largest numbers of our files that are entered, of calls of our functions, and of
 # returns to a file that was left before.
 TRACED: dict[str, tuple[tuple[str, str], Any, tuple[int, int, int]]] = {
-    "unet": (UNET, by_hooks, (7, 30, 7)),
-    "one-liner": (UNET, one_liner, (10, 35, 11)),
-    "unet-tau": (UNET, partial(by_hooks, tau=0.3), (5, 29, 10)),
-    "sd3": (JOINT, by_hooks, (7, 32, 10)),
+    "unet": (UNET, by_hooks, (6, 30, 8)),
+    "one-liner": (UNET, one_liner, (9, 35, 11)),
+    "unet-tau": (UNET, partial(by_hooks, tau=0.3), (4, 29, 11)),
+    "sd3": (JOINT, by_hooks, (6, 32, 11)),
 }
 
 

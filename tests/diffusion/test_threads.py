@@ -214,7 +214,7 @@ from mame_sd import report
 from mame_sd.captions import patch, shorten
 from mame_sd.diffusion import threads
 model, inside, locks = nn.Linear(1, 1), threading.Event(), (
-    threads.CHANGES, patch._CHANGES, shorten._TOWER, report._ADDING
+    threads.CHANGES, patch._CHANGES, shorten._TOWER, report.ADDING
 )
 def draws():
     for lock in locks:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from mame_sd.core.groups import Groups
 from mame_sd.core.intercept import MergeJob
 from mame_sd.core.merge_keys import Grid
-from mame_sd.report import LayerStats
+from mame_sd.diffusion.layer import LayerStats
 from tests.oracle import Image, merged_attention
 
 
