@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from benchmarks import gpu
-from mame_sd import mame
+from mame_sd import apply_mame
 from mame_sd.eval.timing import in_turns, seconds_of, times_as_fast
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -88,11 +88,11 @@ def measured(name: str, rounds: int) -> dict[str, list[float]]:
     model.eval().requires_grad_(False)
     rows = ["unmerged"]
     for row, settings in ROWS.items():
-        with suppress(ValueError), mame(model, min_tokens=16, **settings):
+        with suppress(ValueError), apply_mame(model, min_tokens=16, **settings):
             rows.append(row)
 
     def seconds(row: str) -> float:
-        on = mame(model, min_tokens=16, **ROWS[row]) if row in ROWS else nullcontext()
+        on = apply_mame(model, min_tokens=16, **ROWS[row]) if row in ROWS else nullcontext()
         with on:
             return seconds_of(lambda: model(**call), torch.device("cpu"))[1]
 

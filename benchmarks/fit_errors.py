@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from benchmarks import parser_of
-from mame_sd import mame
+from mame_sd import apply_mame
 from mame_sd.embedded.model import models_folder
 from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.embedded.scenes import scenes_by_caption
@@ -82,7 +82,7 @@ def errors_of(
     model: Any, make: Callable[[], object], share: float
 ) -> tuple[list[float], list[float]]:
     """Return the estimated and the true errors of the MLPs that are restored."""
-    with mame(model, keep=1, mlp_keep=share, min_tokens=1) as handle:
+    with apply_mame(model, keep=1, mlp_keep=share, min_tokens=1) as handle:
         true = {hook.stats.name: TrueErrors(share) for _, hook in handle.restored}
         removable = [
             module.register_forward_hook(true[hook.stats.name], with_kwargs=True)

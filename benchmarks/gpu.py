@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks import parser_of
 from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
-from mame_sd import mame
+from mame_sd import apply_mame
 from mame_sd.eval.tables import markdown_table
 
 On = Callable[[Any], AbstractContextManager[Any]]
@@ -214,11 +214,11 @@ CASES: dict[str, partial[Case]] = {
 
 # What is estimated of a case. The default depends on the card; all other rows merge or restore each
 # large layer. No row has tau, which keeps a number of tokens that depends on the picture.
-LARGE = partial(mame, min_tokens=1024)
+LARGE = partial(apply_mame, min_tokens=1024)
 ROWS: dict[str, On] = {
     "unmerged": lambda model: nullcontext(),
-    "default": mame,
-    "default, kernel without bias": partial(mame, kernel=without_bias),
+    "default": apply_mame,
+    "default, kernel without bias": partial(apply_mame, kernel=without_bias),
     "keys, a quarter": partial(LARGE, keep=0.25),
     "MLPs on an eighth": partial(LARGE, keep=1, mlp_keep=0.125),
     "blocks on a quarter": partial(LARGE, keep=1, block_keep=0.25),

@@ -29,7 +29,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from benchmarks import decibels, parser_of
-from mame_sd import mame
+from mame_sd import apply_mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.embedded.scenes import scenes_by_caption
@@ -187,7 +187,7 @@ def pictures(
         ).images  # fmt: skip
         return 2 * images - 1
 
-    with mame(pipe) if merged else nullcontext() as handle:
+    with apply_mame(pipe) if merged else nullcontext() as handle:
         return torch.cat([made(prompt, number, handle) for number, prompt in enumerate(prompts)])
 
 

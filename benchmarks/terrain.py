@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import decibels, parser_of
 from benchmarks.attention import without_bias
-from mame_sd import MaMeConfig, mame
+from mame_sd import MaMeConfig, apply_mame
 from mame_sd.eval.networks.terrain_unet import (
     Terrain,
     load_terrain,
@@ -43,7 +43,7 @@ def ours(kernel: Any = None, **fields: object) -> On:
 
     def on(model: Terrain, seed: int) -> AbstractContextManager[object]:
         config = MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields})
-        return mame(model.unet, config, kernel=kernel)
+        return apply_mame(model.unet, config, kernel=kernel)
 
     return on
 

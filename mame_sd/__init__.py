@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame as apply_mame
-    from mame_sd.apply import mame as mame
     from mame_sd.apply import remove_mame as remove_mame
     from mame_sd.caches.handle import compress_cache as compress_cache
     from mame_sd.config import MaMeConfig as MaMeConfig
@@ -50,7 +49,6 @@ _LAZY = {
     "compress_cache": "mame_sd.caches.handle",
     "embedded_model_path": "mame_sd.embedded.model",
     "embedded_pipeline": "mame_sd.embedded.pipeline",
-    "mame": "mame_sd.apply",
     "plan_tokens": "mame_sd.core.paper",
     "register_encoder": "mame_sd.perception.encoder_registry",
     "register_family": "mame_sd.diffusion.families.family",

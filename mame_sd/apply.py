@@ -7,8 +7,7 @@ belongs to. Only then that module's libraries are imported.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from mame_sd.captions.handle import CaptionHandle
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.perception.handle import EncoderHandle
-
-Restored = Callable[[Any], AbstractContextManager[None]]
-
 
 @overload  # a module may be a denoiser, an encoder or a captioner; anything else is a pipeline
 def apply_mame(
@@ -51,7 +47,8 @@ def apply_mame(
             (q, k, v) that computes attention over the merged keys.
 
     Returns:
-        A handle that changes, reports and removes merging.
+        A handle that changes, reports and removes merging. As the context of a `with` block it
+        removes merging at the end of the block.
 
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
@@ -60,7 +57,7 @@ def apply_mame(
     Warns:
         UserWarning: a vision transformer is to merge so much that a smaller image is more exact.
     """
-    apply, _ = _room_of(target, fields)
+    apply = _room_of(target, fields)
     return _advised(apply(target, read_config(config), **fields), 3)
 
 
@@ -91,28 +88,8 @@ def remove_mame(target: Any, processors: bool = True) -> None:
     apply_denoiser.remove_mame(target, processors)
 
 
-@overload
-def mame(
-    target: nn.Module, config: ConfigOrFile = None, **fields: Any
-) -> AbstractContextManager[MaMeHandle | EncoderHandle | CaptionHandle]: ...
-@overload
-def mame(
-    target: object, config: ConfigOrFile = None, **fields: Any
-) -> AbstractContextManager[MaMeHandle]: ...
-@contextmanager
-def mame(target: Any, config: ConfigOrFile = None, **fields: Any) -> Iterator[Any]:
-    """Merge for a `with` block, with the arguments and the handle of `apply_mame`.
-
-    After the block, even if it raised an error, the merging that was applied before is in force
-    again.
-    """
-    apply, restored = _room_of(target, fields)
-    with restored(target):
-        yield _advised(apply(target, read_config(config), **fields), 4)
-
-
-def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], Restored]:
-    """Return functions for a target: one applies merging, the other restores merging after a block.
+def _room_of(target: Any, fields: dict[str, Any]) -> Callable[..., Handle[Any]]:
+    """Return the function that applies merging to a target.
 
     `fields` are arguments of `apply_mame` by name. A kernel of None is dropped for models without
     one.
@@ -121,18 +98,18 @@ def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], R
         ValueError: a kernel was given for a model that can't use one.
     """
     if not (reads := _reads_images(target)) and not _only_encoder(target):
-        from mame_sd.diffusion.apply_denoiser import apply_mame, hooks_restored
+        from mame_sd.diffusion.apply_denoiser import apply_mame
 
-        return apply_mame, hooks_restored
+        return apply_mame
     if fields.pop("kernel", None) is not None:
         raise ValueError("kernel: expected none, for only the layers of diffusion models take one")
     if reads:
-        from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored
+        from mame_sd.captions.apply_captioner import apply_captioner
 
-        return apply_captioner, captioner_restored
-    from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
+        return apply_captioner
+    from mame_sd.perception.apply_encoder import apply_encoder
 
-    return apply_encoder, encoder_restored
+    return apply_encoder
 
 
 def _advised(handle: Handle[Any], stacklevel: int) -> Any:

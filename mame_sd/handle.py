@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.report import Report
@@ -41,6 +41,13 @@ class Handle(ABC, Generic[Settings]):
     @abstractmethod
     def remove(self) -> None:
         """Remove this handle's merging from the model; merging applied later stays."""
+
+    def __enter__(self) -> Self:
+        """Return this handle, whose merging is removed at the end of the `with` block."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
     @abstractmethod
     def report(self) -> Report:

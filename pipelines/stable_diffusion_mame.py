@@ -17,15 +17,16 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any, get_type_hints
 
 from diffusers import StableDiffusionPipeline
 
 from mame_sd.config import NAMES, MaMeConfig, check_names, checked
-from mame_sd.diffusion.apply_denoiser import build_handle, has_hooks, hooks_restored
-from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.diffusion.apply_denoiser import build_handle, hooks_on
+from mame_sd.diffusion.handle import MaMeHandle, Placed
+from mame_sd.diffusion.hook_registry import put_hook
 from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
 from mame_sd.diffusion.threads import CHANGES, begin, end
 
@@ -69,7 +70,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         super().__init__(*components, **others)
         self._mame: MaMeHandle | None = None
         self._calls = 0  # that merge now, each in a thread of its own
-        self._foreign = ExitStack()  # puts back the hooks of others
+        self._foreign: list[Placed] = []  # hooks of other handles, during calls that merge
         self.set_mame(tau=tau, keep=keep, mame_config={**_dict_of(mame_config), **fields})
 
     @classmethod
@@ -202,21 +203,29 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
             with CHANGES:
                 self._calls -= 1
                 if self._calls == 0:
-                    self._foreign.close()
+                    self._end()
 
     def _begin(self, config: MaMeConfig) -> None:
         """Put the hooks on the UNet for calls that merge."""
         if self._mame is None or self._mame.root is not self.unet:
             self._mame = build_handle(self.unet, config, active=False)
         handle = self._mame
-        with ExitStack() as foreign:
-            if not handle.installed:
-                if has_hooks(self.unet):
-                    foreign.enter_context(hooks_restored(self.unet))
-                handle.install()
+        self._foreign = [] if handle.installed else hooks_on(self.unet)
+        try:
+            handle.install()
             handle.set(config)
-            handle.reset()
-            self._foreign = foreign.pop_all()
+        except BaseException:
+            self._end()
+            raise
+        handle.reset()
+
+    def _end(self) -> None:
+        """Put the hooks of other handles back, which the calls that merge have replaced."""
+        if self._foreign:
+            self._mame.remove()  # type: ignore[union-attr]
+        for module, hook in self._foreign:
+            put_hook(module, hook)
+        self._foreign = []
 
 
 def _dict_of(mame_config: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map
 from benchmarks import gpu
 from benchmarks.attention import without_bias
 from benchmarks.gpu import Case
-from mame_sd import attention, mame
+from mame_sd import apply_mame, attention
 from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys
 from mame_sd.core.min_tokens import kernel_of
 from mame_sd.core.restore import restored as restored_all
@@ -255,7 +255,7 @@ def layers_are_near(run: Run) -> None:
             args, named = tree_map(
                 lambda v: v.to(device, dtype) if isinstance(v, Tensor) else v, given
             )
-            on = mame(own, keep=0.25, min_tokens=16, **how) if merged else nullcontext()
+            on = apply_mame(own, keep=0.25, min_tokens=16, **how) if merged else nullcontext()
             with on as handle:
                 output = own(*args, **named)
                 assert handle is None or any(x.share < 1 for x in handle.report().layers)
@@ -377,7 +377,7 @@ def block_alone(run: Run) -> None:
 
 
 def _merging(run: Run, model: nn.Module, keep: float) -> AbstractContextManager[Any]:
-    return nullcontext() if keep == 1 else mame(model, keep=keep, min_tokens=run.least)
+    return nullcontext() if keep == 1 else apply_mame(model, keep=keep, min_tokens=run.least)
 
 
 def launches(run: Run) -> None:
@@ -406,11 +406,11 @@ def launches(run: Run) -> None:
 def rows_of(run: Run) -> Mapping[str, Callable[[Any], AbstractContextManager[Any]]]:
     return {
         "unmerged": lambda model: nullcontext(),
-        "default": lambda model: mame(model, keep=0.25),
+        "default": lambda model: apply_mame(model, keep=0.25),
         "keep .25": lambda model: _merging(run, model, 0.25),
         "keep .125": lambda model: _merging(run, model, 0.125),
         "keep .25, without bias": partial(
-            mame, keep=0.25, min_tokens=run.least, kernel=without_bias
+            apply_mame, keep=0.25, min_tokens=run.least, kernel=without_bias
         ),
     }
 
@@ -419,7 +419,7 @@ def restored_rows(run: Run) -> Mapping[str, Callable[[Any], AbstractContextManag
     """Return what is put on a model for each row of restoring."""
 
     def on(model: Any, how: Mapping[str, float]) -> AbstractContextManager[Any]:
-        return mame(model, min_tokens=run.least, **how)
+        return apply_mame(model, min_tokens=run.least, **how)
 
     rows = {name: partial(on, how=how) for name, how in RESTORED.items()}
     return {"unmerged": lambda model: nullcontext(), **rows}

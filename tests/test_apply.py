@@ -12,7 +12,7 @@ import torch
 from transformers import BertConfig, BertModel, LevitConfig, LevitModel, ResNetConfig, ResNetModel
 from transformers.activations import GELUActivation
 
-from mame_sd import apply_mame, mame, remove_mame
+from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.families import Family, pixels, register_family
@@ -33,7 +33,7 @@ def test_the_target_decides() -> None:
     assert not torch.equal(run_unet(unet), image)
     remove_mame(encoder)
     remove_mame(unet)
-    with mame(encoder, keep=0.5, blocks=(0,)) as handle:
+    with apply_mame(encoder, keep=0.5, blocks=(0,)) as handle:
         assert not torch.equal(encoder(**row.batch()).logits, before)
         assert next(block.tokens_kept < block.tokens_in for block in handle.report().layers)
     assert torch.equal(encoder(**row.batch()).logits, before)
@@ -70,7 +70,7 @@ def test_a_unet_beside_an_image_encoder_is_what_merges() -> None:
 
     both = Both()
     image = run_unet(both.unet)
-    with mame(both, keep=0.5, min_tokens=16) as handle:
+    with apply_mame(both, keep=0.5, min_tokens=16) as handle:
         assert isinstance(handle, MaMeHandle)
         assert not torch.equal(run_unet(both.unet), image)
     assert torch.equal(run_unet(both.unet), image)
@@ -111,27 +111,24 @@ def test_a_whole_module_is_saved_with_its_merging() -> None:
 def test_what_is_no_denoiser_is_told_how_a_vision_transformer_is_described(
     kind: type, config: object
 ) -> None:
-    for call in (apply_mame, lambda model: mame(model).__enter__()):
-        with pytest.raises(ValueError, match=f"got {kind.__name__}; .*register_encoder"):
-            call(kind(config))
+    with pytest.raises(ValueError, match=f"got {kind.__name__}; .*register_encoder"):
+        apply_mame(kind(config))
 
 
 @torch.no_grad()
-def test_blocks_left_in_any_order_leave_nothing() -> None:
+def test_handles_removed_in_any_order_leave_nothing() -> None:
     row = VIT
     model, inputs = row.build(), row.batch()
     plain = model(**inputs).logits
-    one, two, three = (mame(target, keep=0.6) for target in (model, model.vit, model))
-    for block in (one, two, three):
-        block.__enter__()
+    one, two, three = (apply_mame(target, keep=0.6) for target in (model, model.vit, model))
     merged = model(**inputs).logits
-    for block in (two, one):  # the last one's merging is in force
-        block.__exit__(None, None, None)
+    for replaced in (two, one):  # the last one's merging is in force
+        replaced.remove()
         assert torch.equal(model(**inputs).logits, merged)
-    three.__exit__(None, None, None)
+    three.remove()
     assert torch.equal(model(**inputs).logits, plain)
     assert not has_encoder_hooks(model)
-    with mame(model, keep=0.6):
+    with apply_mame(model, keep=0.6):
         copied = copy.deepcopy(model)
     assert torch.equal(copied(**inputs).logits, merged), "a copy merges until remove_mame"
     remove_mame(copied)

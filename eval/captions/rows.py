@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.apply import mame
+from mame_sd.apply import apply_mame
 from mame_sd.captions.apply_captioner import apply_captioner
 from mame_sd.captions.captioner_registry import images_of, layer_of
 from mame_sd.captions.farthest import cosines, farthest_first
@@ -155,7 +155,7 @@ def renumbered(row: On, model: Any) -> Iterator[PromptShortener]:
             hook.remove()
 
 
-_PAPER = partial(in_tower, lambda tower, count: mame(tower, tau=0.8, blocks=count))
+_PAPER = partial(in_tower, lambda tower, count: apply_mame(tower, tau=0.8, blocks=count))
 _EVERY: dict[str, tuple[str, On]] = {
     "baseline": ("baseline", partial(chosen, first, 1.0)),
     "tome": ("ToMe, r = 8", partial(in_tower, lambda tower, _: rival_on(tower, ToMe(8)))),

@@ -93,21 +93,21 @@ def merged(
 
     @contextmanager
     def on(model: nn.Module) -> Iterator[EncoderHandle]:
-        from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
+        from mame_sd.perception.apply_encoder import apply_encoder
         from mame_sd.perception.encoder_registry import find_encoder
 
         from .rivals import ablated
 
         depth = len(find_encoder(model)[1])
         chosen = BLOCKS[blocks](depth) if isinstance(blocks, str) else blocks
-        with encoder_restored(model):
-            try:
-                if ablation is None:
-                    handle = apply_encoder(model, blocks=chosen, **fields)
-                else:
-                    handle = ablated(model, chosen, ablation, **fields)
-            except ValueError as error:
-                raise NotApplicable(f"this model can't merge like this: {error}") from None
+        try:
+            if ablation is None:
+                handle = apply_encoder(model, blocks=chosen, **fields)
+            else:
+                handle = ablated(model, chosen, ablation, **fields)
+        except ValueError as error:
+            raise NotApplicable(f"this model can't merge like this: {error}") from None
+        with handle:
             yield handle
 
     return Method({"mame": config}, on)

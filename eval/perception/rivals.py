@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd.core.paper import Plan, plan_tokens
-from mame_sd.perception.apply_encoder import encoder_restored
 from mame_sd.perception.counts import width_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder
 from mame_sd.perception.handle import EncoderHandle
@@ -168,9 +167,9 @@ def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
                 " choose another method"
             )
     chosen, make = rule.blocks(len(blocks)), partial(RivalBlock, rule)
-    with encoder_restored(model):
-        handle = EncoderHandle(model, None, chosen, {}, False, rule.prop_attn, make)
-        handle.install()
+    handle = EncoderHandle(model, None, chosen, {}, False, rule.prop_attn, make)
+    handle.install()
+    with handle:
         yield handle
 
 

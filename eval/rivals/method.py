@@ -23,7 +23,7 @@ from mame_sd.core.fit import fit_values
 from mame_sd.core.groups import make_cells
 from mame_sd.core.intercept import MergeJob
 from mame_sd.core.merge_keys import Grid, Merged
-from mame_sd.diffusion.apply_denoiser import apply_mame, hooks_restored
+from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.diffusion.context import Step, Tokens
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.handle import MaMeHandle
@@ -175,8 +175,7 @@ class Rival:
                 return partial(self.make(**self.settings), draw=draw)
             return partial(self.make, draw=draw, **self.settings)
 
-        with hooks_restored(target):
-            handle = apply_mame(target, min_tokens=self.min_tokens, **how)
+        with apply_mame(target, min_tokens=self.min_tokens, **how) as handle:
             for module in denoiser_of(target).modules():
                 hook = hook_on(module, MergeHook.name)
                 if isinstance(hook, MergeHook):

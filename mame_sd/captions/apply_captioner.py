@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -17,7 +15,7 @@ from mame_sd.captions.captioner_registry import (
     reader_in,
 )
 from mame_sd.captions.handle import CaptionHandle
-from mame_sd.captions.patch import detach, restored_after
+from mame_sd.captions.patch import detach
 from mame_sd.compat import require_captioner
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
@@ -82,13 +80,3 @@ def remove_captioner(target: nn.Module) -> None:
     for module in target.modules():
         detach(module)
     remove_encoder(target)
-
-
-@contextmanager
-def captioner_restored(target: nn.Module) -> Iterator[None]:
-    """Remove what the `with` block applied to `target`, which merges for this thread or task."""
-    with ExitStack() as blocks:
-        for module in target.modules():
-            if name_of(module) in KNOWN:
-                blocks.enter_context(restored_after(module))
-        yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -10,9 +13,12 @@ from mame_sd.captions.captioner_registry import images_of
 from mame_sd.captions.patch import attach, detach, patch_on
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.shorten import CaptionReport, PromptShortener
-from mame_sd.config import MaMeConfig, read_config
+from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
 from mame_sd.handle import Handle
 from mame_sd.perception.apply_encoder import has_encoder_hooks
+
+# Settings of the open `using` blocks of this thread or task, the innermost last.
+_OWN: ContextVar[tuple[tuple[Any, MaMeConfig], ...]] = ContextVar("own", default=())
 
 
 class CaptionHandle(Handle[MaMeConfig]):
@@ -34,14 +40,30 @@ class CaptionHandle(Handle[MaMeConfig]):
 
     @property
     def config(self) -> MaMeConfig:
-        """Return the current settings, of which only `keep` is used; `set` changes them."""
-        return self._settings
+        """Return the settings now in force in this task, of which only `keep` is used."""
+        own = (config for handle, config in reversed(_OWN.get()) if handle is self)
+        return next(own, self._settings)
+
+    @contextmanager
+    def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:
+        """Change settings in this thread or task alone. Arguments and errors are those of `set`.
+
+        Each answer keeps the settings with which it began.
+        """
+        given = read_config(config)
+        self._check_change("using")
+        own = self, self._resolve(given, fields)
+        _OWN.set((*_OWN.get(), own))
+        try:
+            yield
+        finally:  # blocks may end in any order
+            _OWN.set(tuple(one for one in _OWN.get() if one is not own))
 
     @property
     def installed(self) -> bool:
         """Return True if this handle's merging is on the model."""
         patch = patch_on(self.model)
-        return patch is not None and any(one.shortener is self.shortener for one in patch.slots)
+        return patch is not None and patch.shortener is self.shortener
 
     def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
         new = (config or self.config).replace(**fields)

@@ -1,16 +1,13 @@
-"""Replace `forward` and `generate` of a captioner, and choose whose merging a call uses.
+"""Replace `forward` and `generate` of a captioner.
 
-`apply_mame` merges for every thread, a `mame()` block for the thread or task that opened it. What a
-call needs to know is stored with the call and its cache, so that the later words of an answer fit
-its prompt whatever other threads do meanwhile.
+What a call needs to know is stored with the call and its cache, so that the later words of an
+answer fit its prompt whatever other threads do meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
@@ -35,14 +32,6 @@ _NAMES = ("forward", "generate")
 _CHANGES = free_in_children(threading.RLock())  # held while the patch of a model changes
 
 
-class Slot:
-    """A place for merging: one for all threads, and one for each open `mame()` block."""
-
-    shortener: PromptShortener | None = None
-
-
-# The slots of this thread's open blocks, of all models, innermost last.
-_OPEN: ContextVar[tuple[Slot, ...]] = ContextVar("open", default=())
 # The running `generate`: its model, what merges, and the images of each of its prompts.
 _GENERATING: ContextVar[tuple[ModelPatch, PromptShortener, list[list[Image]]] | None]
 _GENERATING = ContextVar("generating", default=None)
@@ -51,36 +40,23 @@ _GENERATING = ContextVar("generating", default=None)
 class ModelPatch:
     """The replaced methods of one captioner, and the merging that they use.
 
-    A copy of the model keeps what `apply_mame` put there, but no block's merging.
-
     Attributes:
-        base: the slot of every thread that isn't in a block.
-        blocks: the slots of open blocks.
+        shortener: what merges. If None, nothing does.
     """
+
+    shortener: PromptShortener | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        self.base = Slot()
-        self.blocks: list[Slot] = []
         self._generating = 0  # running calls of `generate`, which need the replaced forward
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "blocks": [], "_generating": 0}
-
-    @property
-    def slot(self) -> Slot:
-        """Return the slot of this task: its innermost block on this model, or else the base."""
-        return next((one for one in reversed(_OPEN.get()) if one in self.blocks), self.base)
-
-    @property
-    def slots(self) -> list[Slot]:
-        """Return all slots."""
-        return [self.base, *self.blocks]
+        return {**self.__dict__, "_generating": 0}
 
     def leave(self) -> None:
         """Take the replaced methods off the model if nothing needs them any more."""
         with _CHANGES:
-            if not self.blocks and self.base.shortener is None and not self._generating:
+            if self.shortener is None and not self._generating:
                 for key in (slot_of(self.model, name) for name in _NAMES):
                     if isinstance(self.model.__dict__.get(key), PatchedMethod):
                         give_back(self.model, key)
@@ -134,22 +110,12 @@ class ModelPatch:
         return bool((ids == self.model.config.image_token_id).any())
 
     def _shortener_for(self, call: dict[str, Any]) -> PromptShortener | None:
-        """Return what merges a call's images in this thread; None if it has none or nothing merges.
+        """Return what merges a call's images; None if it has none or nothing merges.
 
         Raises:
-            RuntimeError: no merging belongs to this thread while another thread's block is open.
             ValueError: nothing merges, but the call's cache holds merged prompts.
         """
-        shortener = None
-        if has_images(call):
-            slot = self.slot
-            shortener = slot.shortener
-            if slot is self.base and shortener is None and self.blocks:
-                raise RuntimeError(
-                    "expected images from a thread whose own mame() block is open, got them from"
-                    f" another while one merges this {type(self.model).__name__}: open a block in"
-                    " each thread, or call apply_mame once for all"
-                )
+        shortener = self.shortener if has_images(call) else None
         if shortener is not None and shortener.active:
             return shortener
         check_empty(cache_in(call), merged=True)
@@ -188,47 +154,24 @@ def patch_on(module: nn.Module, name: str = "forward") -> ModelPatch | None:
 
 
 def attach(shortener: PromptShortener) -> None:
-    """Use `shortener` from now on: in the block that this thread is in, or else for all threads.
+    """Use `shortener` from now on.
 
     Raises:
         ValueError: another tool has replaced `forward` or `generate`.
     """
     with _CHANGES:
-        _placed(shortener.model).slot.shortener = shortener
+        _placed(shortener.model).shortener = shortener
 
 
 def detach(module: nn.Module, shortener: PromptShortener | None = None) -> None:
-    """Stop using `shortener` everywhere in a model.
-
-    If None, stop what merges in the block that this thread is in, or else what merges for all
-    threads.
-    """
+    """Stop using `shortener` in a model. If None, stop whatever merges."""
     patch = patch_on(module) or patch_on(module, "generate")  # a tool may have wrapped forward
     if patch is None:
         return
     with _CHANGES:
-        for slot in [patch.slot] if shortener is None else patch.slots:
-            if shortener is None or slot.shortener is shortener:
-                slot.shortener = None
+        if shortener in (None, patch.shortener):
+            patch.shortener = None
         patch.leave()
-
-
-@contextmanager
-def restored_after(model: nn.Module) -> Iterator[None]:
-    """Remove after the `with` block what this thread attached; blocks may end in any order."""
-    slot = Slot()
-    with _CHANGES:
-        patch = _placed(model)
-        slot.shortener = patch.slot.shortener  # until this block attaches another
-        patch.blocks.append(slot)
-    _OPEN.set((*_OPEN.get(), slot))
-    try:
-        yield
-    finally:
-        with _CHANGES:
-            patch.blocks.remove(slot)
-            patch.leave()
-        _OPEN.set(tuple(one for one in _OPEN.get() if one is not slot))
 
 
 def _placed(model: nn.Module) -> ModelPatch:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from diffusers.models.attention_processor import Attention
@@ -34,7 +32,7 @@ from mame_sd.diffusion.families.transformers import (
     family_of,
 )
 from mame_sd.diffusion.handle import MaMeHandle, Placed
-from mame_sd.diffusion.hook_registry import hook_on, put_hook, remove_hook
+from mame_sd.diffusion.hook_registry import hook_on, remove_hook
 from mame_sd.diffusion.hooks import (
     SPREAD,
     EagerSizeHook,
@@ -45,7 +43,7 @@ from mame_sd.diffusion.hooks import (
 )
 from mame_sd.diffusion.layer import AttentionAdapter, LayerStats, MergeHook
 from mame_sd.diffusion.processor import MaMeAttnProcessor
-from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline, watch_pipeline
+from mame_sd.diffusion.replaced_denoiser import check_of, forget_pipeline
 from mame_sd.diffusion.restored_modules import restoring_hooks
 from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.diffusion.threads import CHANGES, check_idle
@@ -58,8 +56,6 @@ UNNAMED = (
     "{}.forward was replaced by one of (*args, **kwargs) that doesn't name what it takes: arguments"
     " by position can't be read, such as the timestep. Wrap it with functools.wraps"
 )
-# Hooks that each open block of `hooks_restored` found on each module, oldest block first.
-_BLOCKS: list[dict[tuple[nn.Module, str], Any]] = []
 # Modules of these names contain attention over frames (AnimateDiff, SVD, text-to-video, I2VGen-XL).
 _TEMPORAL = {
     "motion_modules",
@@ -202,45 +198,11 @@ def remove_mame(target: Any, processors: bool = True) -> None:
                 attn.processor = processor.inner or default_processor(attn)
 
 
-@contextmanager
-def hooks_restored(target: Any) -> Iterator[None]:
-    """Restore the merging hooks of `target` after a block, whatever the block applied or removed.
-
-    Blocks may end in any order: the latest of the remaining blocks decides.
-
-    Raises:
-        RuntimeError: after the block, another thread makes an image, which then has two settings.
-    """
-    root = denoiser_of(target)
-    modules, check = list(root.modules()), check_of(target)
-    with CHANGES:
-        before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
-        _BLOCKS.append(before)
-    try:
-        yield
-    finally:
-        with CHANGES:
-            place = next(i for i, block in enumerate(_BLOCKS) if block is before)
-            later = _BLOCKS[place + 1 :]
-            del _BLOCKS[place]
-            for (module, name), hook in before.items():
-                inner = next((block for block in later if (module, name) in block), None)
-                if inner is not None:
-                    inner[module, name] = hook
-                elif hook is None:
-                    remove_hook(module, name)
-                else:
-                    put_hook(module, hook)
-            forget_pipeline(target)
-            if check is not None:
-                watch_pipeline(target, check.handle)
-    check_idle(root, "the end of the block")
-
-
-def has_hooks(target: Any) -> bool:
-    """Return True if any merging hook is on `target`, active or not."""
+def hooks_on(target: Any) -> list[Placed]:
+    """Return all merging hooks on `target`, active or not, each with its module."""
     modules = denoiser_of(target).modules()
-    return any(hook_on(module, name) is not None for module in modules for name in _OURS)
+    every = ((module, hook_on(module, name)) for module in modules for name in _OURS)
+    return [(module, hook) for module, hook in every if hook is not None]
 
 
 def _layer_of(

@@ -399,15 +399,10 @@ class MaMeHandle(Handle[ResolvedConfig]):
         return setting
 
     def _check_change(self, what: str) -> None:
-        """Check that settings have an effect, and watch the pipeline from now on.
-
-        The pipeline may no longer be watched, because another `with mame(...)` block removed its
-        check.
-        """
+        """Check that settings have an effect."""
         super()._check_change(what)
         if replaced := self._replaced():
             raise RuntimeError(replaced)
-        watch_pipeline(self.pipe, self)
 
     def _check(self, config: MaMeConfig) -> None:
         """Check settings against the model.

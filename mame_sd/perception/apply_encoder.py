@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.hooks import Placed, ours_on, put, take_all
+from mame_sd.perception.hooks import ours_on, take_all
 
 
 def apply_encoder(
@@ -70,30 +68,3 @@ def remove_encoder(target: nn.Module) -> None:
 def has_encoder_hooks(target: nn.Module) -> bool:
     """Return True if a vision transformer in `target` has merging on it, active or not."""
     return any(ours_on(module) for module in target.modules())
-
-
-# For each open block of `encoder_restored`, the merging that it found by module; innermost last.
-_OPENED: list[dict[nn.Module, list[Placed]]] = []
-
-
-@contextmanager
-def encoder_restored(target: nn.Module) -> Iterator[None]:
-    """Restore the merging that was on `target` when the `with` block is left.
-
-    Whatever the block applied or removed is undone. Blocks may be left in any order: what a block
-    applied stays in force as long as a block that was opened later depends on it.
-    """
-    before = {module: ours_on(module) for module in target.modules()}
-    _OPENED.append(before)
-    try:
-        yield
-    finally:
-        place = next(place for place, one in enumerate(_OPENED) if one is before)
-        del _OPENED[place]
-        later = (one for one in _OPENED[place:] if one.keys() & before.keys())
-        if (inner := next(later, None)) is not None:  # its merging stays until it is left
-            inner.update({module: before.get(module, []) for module in target.modules()} | before)
-        else:
-            take_all(target, "mame")
-            for placed in chain.from_iterable(before.values()):
-                put(*placed)

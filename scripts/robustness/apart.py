@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd import NothingMergedError, apply_mame, mame
+from mame_sd import NothingMergedError, apply_mame
 from mame_sd.caches import compress_cache
 from mame_sd.compat import cache_of, parameters_of, with_cache
 from tests.builders.perception import ROWS
@@ -140,7 +140,7 @@ def renamed(draw: Draw) -> None:
     case = MODELS[draw.choice(DENOISERS)]
     model, inputs = case.build(), case.inputs()
     form = {"keep": draw.choice(KEEPS), "min_tokens": 1}
-    with mame(model, **form):
+    with apply_mame(model, **form):
         want = output_of(inputs, model)
     late = draw.random() < 0.5
     if late:
@@ -180,7 +180,7 @@ def wrapped(draw: Draw) -> str:
     form = {"keep": draw.choice(KEEPS), "min_tokens": 1}
     order = list(takewhile(inputs.__contains__, parameters_of(type(model))))
     by_place = partial(model, *(inputs.pop(name) for name in order))
-    with mame(model, **form):
+    with apply_mame(model, **form):
         want = output_of(inputs, by_place)
     kinds = {type(part) for part in model.modules() if "forward" in vars(type(part))}
     own = {kind: kind.forward for kind in kinds if kind.__module__.startswith("diffusers.")}
@@ -191,7 +191,7 @@ def wrapped(draw: Draw) -> str:
             kind.forward = passing_on(own[kind], named)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            with mame(model, **form) as handle:
+            with apply_mame(model, **form) as handle:
                 got, told = output_of(inputs, by_place), left_unmerged(handle)
     finally:
         for kind in chosen:
@@ -256,7 +256,7 @@ def captioners(draw: Draw) -> None:
     apply_mame(model, keep=draw.choice(KEEPS))
 
     def ask(call: dict[str, Any], form: dict[str, Any] | None) -> Tensor:
-        with nullcontext() if form is None else mame(model, **form):
+        with nullcontext() if form is None else apply_mame(model, **form):
             written = model.generate(**call, max_new_tokens=3, min_new_tokens=3, do_sample=False)
             return torch.cat([written.flatten(), model(**call).logits.flatten()])
 

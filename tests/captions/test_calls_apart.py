@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from mame_sd import apply_mame, mame, remove_mame
+from mame_sd import apply_mame, remove_mame
 from mame_sd.compat import cache_of, with_cache
 from tests.captions import tiny
 
@@ -82,14 +82,14 @@ def test_threads_write_what_they_write_alone(seed: int) -> None:
 
     def user(number: int, form: Any) -> Callable[[Any], Any]:
         def write(watchers: Any) -> list[list[int]]:
-            with nullcontext() if form is None else mame(model, **form):
+            with nullcontext() if form is None else handle.using(**form):
                 return words(model, asks[number], logits_processor=watchers)
 
         return write
 
     users = [user(number, form) for number, form in enumerate(own)]
     plain = words(model, asks[0])
-    apply_mame(model, **base)
+    handle = apply_mame(model, **base)
     alone = [write([]) for write in users]
     assert at_once(users) == alone
     remove_mame(model)
@@ -97,28 +97,15 @@ def test_threads_write_what_they_write_alone(seed: int) -> None:
     assert "generate" not in model.__dict__
 
 
-def test_a_thread_without_a_block_of_its_own_is_refused_and_texts_are_not() -> None:
-    model, call = tiny.llava(), ask([1])
-    text = {"input_ids": torch.tensor([[3, 4, 5]])}
-    alone = words(model, text)
-    with mame(model, **QUARTER) as handle:
-        merged = words(model, call)
-        found = at_once([lambda _: words(model, call)]) + at_once([lambda _: words(model, text)])
-        assert "expected images from a thread whose own mame() block is open" in found[0]
-        assert found[1] == alone
-        assert words(model, call) == merged
-        assert handle.report().images == 2
-
-
 def test_an_answer_keeps_the_settings_it_began_with() -> None:
     model, call = tiny.llava(), ask([2, 1])
     plain = words(model, call)
-    apply_mame(model, **QUARTER)
+    handle = apply_mame(model, **QUARTER)
     merged = words(model, call)
     assert merged != plain
 
     def other(ids: Tensor, scores: Tensor) -> Tensor:
-        with mame(model, **HALF):
+        with handle.using(**HALF):
             assert words(model, call) != merged
         return scores
 
@@ -132,36 +119,30 @@ def test_an_answer_keeps_the_settings_it_began_with() -> None:
     assert words(model, call) == plain
 
 
-def test_blocks_end_in_any_order_and_copies_leave_them() -> None:
+def test_blocks_end_in_any_order_and_copies_merge_until_removed() -> None:
     model, call = tiny.llava(), ask([2])
     plain = words(model, call)
-    for base in ({}, HALF):
-        if base:
-            apply_mame(model, **base)
-        before = words(model, call)
-        first, second = mame(model, keep=0.75), mame(model, **QUARTER)
-        first.__enter__()
-        second.__enter__()
-        inner = words(model, call)
-        twin = copy.deepcopy(copy.deepcopy(model))
-        first.__exit__(None, None, None)
-        assert words(model, call) == inner != before
-        second.__exit__(None, None, None)
-        assert words(model, call) == before
-        assert words(twin, call) == before
-        with mame(twin, **QUARTER):
-            assert words(twin, call) == inner
-        remove_mame(twin)
-        assert words(twin, call) == plain
-    with mame(model, **QUARTER):
-        remove_mame(model)
-        assert words(model, call) == plain
-        apply_mame(model, keep=0.6)
-    assert words(model, call) == before
+    handle = apply_mame(model, **HALF)
+    merged = words(model, call)
+    first, second = handle.using(keep=0.75), handle.using(**QUARTER)
+    first.__enter__()
+    second.__enter__()
+    inner = words(model, call)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    first.__exit__(None, None, None)
+    assert words(model, call) == inner != merged
+    second.__exit__(None, None, None)
+    assert words(model, call) == merged
+    assert words(twin, call) == merged, "settings of a block belong to the original's handle"
+    handle.remove()
+    assert words(twin, call) == merged
+    remove_mame(twin)
+    assert words(twin, call) == words(model, call) == plain
     fresh = tiny.llava()  # one that was called has hooks of transformers that can't be pickled
-    with mame(fresh, **QUARTER):
+    with apply_mame(fresh, **HALF):
         twin = pickle.loads(pickle.dumps(fresh))
-    assert words(twin, call) == words(fresh, call) == plain
+    assert words(twin, call) == merged
+    assert words(fresh, call) == plain
 
 
 @pytest.mark.parametrize("seed", range(2))

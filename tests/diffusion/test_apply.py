@@ -11,10 +11,10 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
-from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, remove_mame
 from mame_sd.core.cells import DRAWS
 from mame_sd.core.guidance import partition_index
-from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.diffusion.apply_denoiser import hooks_on
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
@@ -64,7 +64,7 @@ def test_a_layer_is_called_by_the_names_of_its_forward() -> None:
 
 
 def at(unet: Any, timestep: Any, **fields: Any) -> torch.Tensor:
-    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40, **fields):
+    with torch.no_grad(), apply_mame(unet, keep=0.25, min_tokens=40, **fields):
         output: torch.Tensor = unet(**{**unet_inputs(unet), "timestep": timestep}).sample
     return output
 
@@ -215,42 +215,24 @@ def test_applying_again_replaces() -> None:
     assert torch.equal(run_unet(unet), merged)
 
 
-def test_contexts_nest_and_restore() -> None:
+def test_a_block_removes_its_own_merging_at_its_end() -> None:
     unet = tiny_unet()
     before = run_unet(unet)
-    with mame(unet, **MERGING) as outer:
-        merged = run_unet(unet)
-        with mame(unet, keep=0.4, min_tokens=40) as inner:
-            assert inner.installed
-            assert not torch.equal(run_unet(unet), merged)
-        assert outer.installed
-        assert torch.equal(run_unet(unet), merged)
-        with pytest.raises(KeyError), mame(unet, keep=0.4):
-            raise KeyError
-        assert outer.installed
-        with mame(unet, keep=0.4):
-            remove_mame(unet)
-        assert outer.installed
-        with mame(unet.down_blocks[0], keep=0.4):
-            assert not outer.installed
-        assert outer.installed
-    assert torch.equal(run_unet(unet), before)
-    assert not has_hooks(unet)
-    assert outer.report().layers[0].calls == 2
-
-
-def test_contexts_may_end_in_any_order() -> None:
-    unet = tiny_unet()
-    before = run_unet(unet)
-    blocks = [mame(unet, keep=keep, min_tokens=40) for keep in (0.7, 0.5)]
-    blocks.append(mame(unet.down_blocks[0], keep=0.4, min_tokens=40))
-    for block in blocks:
-        block.__enter__()
-    for number in (1, 0, 2):
+    with apply_mame(unet, **MERGING) as first:
+        assert first.installed
         assert not torch.equal(run_unet(unet), before)
-        blocks[number].__exit__(None, None, None)
+    assert not hooks_on(unet)
+    with pytest.raises(KeyError), apply_mame(unet, **MERGING):
+        raise KeyError
+    assert not hooks_on(unet)
+    with first as again, pytest.raises(RuntimeError, match="removed or replaced"):
+        again.set(keep=0.5)  # a block applies nothing
+    with apply_mame(unet, keep=0.4, min_tokens=40):
+        later = apply_mame(unet, **MERGING)
+    assert later.installed
+    later.remove()
     assert torch.equal(run_unet(unet), before)
-    assert not has_hooks(unet)
+    assert later.report().layers[0].calls == 0
 
 
 def test_settings_of_a_thread_may_end_in_any_order() -> None:
@@ -296,7 +278,7 @@ def test_merging_is_taken_off_a_denoiser_that_left_its_pipeline() -> None:
     )
     pipe.unet = None
     remove_mame(pipe)
-    assert not has_hooks(unet)
+    assert not hooks_on(unet)
     remove_mame(pipe)  # there is nothing left to remove
     assert repr(handle).endswith("self-attentions, removed or replaced)")
     with pytest.raises(TypeError, match="expected a torch module or a diffusers pipeline"):
@@ -328,7 +310,7 @@ def test_deepcopy_merges_with_its_own_weights_and_counters(fields: dict[str, Any
     assert {layer.calls for layer in handle.report().layers} == {2}
     remove_mame(twin)
     assert handle.installed
-    assert not has_hooks(twin)
+    assert not hooks_on(twin)
 
 
 def test_processor_and_hooks_do_not_merge_twice() -> None:
@@ -349,7 +331,7 @@ def guided(unet: Any, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs of an unguided and a guided sample of the same latents."""
     inputs = unet_inputs(unet)
     inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
-    with torch.no_grad(), mame(unet, min_tokens=40, **fields):
+    with torch.no_grad(), apply_mame(unet, min_tokens=40, **fields):
         output: torch.Tensor = unet(**inputs).sample
     return output[0], output[1]
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mame_sd import MaMeConfig, apply_mame, mame
+from mame_sd import MaMeConfig, apply_mame
 from mame_sd.diffusion import calibration as cal
 from mame_sd.diffusion.calibration import (
     FORMS,
@@ -150,7 +150,7 @@ def test_errors_are_those_of_each_blocks_own_output(monkeypatch: pytest.MonkeyPa
         outputs.clear()
         made = []
         for rule in (False, FORMS[number]):
-            with mame(unet, **SMALL, layers={**dict.fromkeys(blocks, False), name: rule}):
+            with apply_mame(unet, **SMALL, layers={**dict.fromkeys(blocks, False), name: rule}):
                 made.append(run_unet(unet))
         assert rows[number][2] == pytest.approx(apart(outputs), rel=1e-3)
         if number == median:

@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 
-from mame_sd import NothingMergedError, apply_mame, mame
+from mame_sd import NothingMergedError, apply_mame
 from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import run
 from tests.matrix.models.registry import MODELS
@@ -31,7 +31,7 @@ def renamed(model: nn.Module) -> None:
 def test_a_model_whose_classes_are_renamed_merges_as_before(name: str, late: bool) -> None:
     case = MODELS[name]
     model = case.build()
-    with mame(model, **MERGING) as handle:
+    with apply_mame(model, **MERGING) as handle:
         expected, described = run(case.inputs(), model), handle.described
     if not late:
         renamed(model)
@@ -97,11 +97,11 @@ def test_a_forward_that_passes_on_what_it_is_given_is_read_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unet = tiny_unet()
-    with mame(unet, **MERGING):
+    with apply_mame(unet, **MERGING):
         expected = [by_position(unet, timestep) for timestep in (900, 100)]
     assert not torch.equal(*expected)
     unet.__class__ = Derived
-    with mame(unet, **MERGING):
+    with apply_mame(unet, **MERGING):
         assert all(map(torch.equal, [by_position(unet, t) for t in (900, 100)], expected))
     unet.__class__ = UNet2DConditionModel
     own = UNet2DConditionModel.forward
@@ -111,12 +111,12 @@ def test_a_forward_that_passes_on_what_it_is_given_is_read_through(
         return own(*args, **kwargs)
 
     monkeypatch.setattr(UNet2DConditionModel, "forward", told)
-    with mame(unet, **MERGING):
+    with apply_mame(unet, **MERGING):
         assert all(map(torch.equal, [by_position(unet, t) for t in (900, 100)], expected))
     monkeypatch.setattr(UNet2DConditionModel, "forward", lambda *args, **more: own(*args, **more))
     with (
         pytest.warns(UserWarning, match=r"UNet2DConditionModel.forward was replaced .* functools"),
-        mame(unet, **MERGING),
+        apply_mame(unet, **MERGING),
     ):
         run_unet(unet)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 
-from mame_sd import apply_mame, mame
+from mame_sd import apply_mame
 from mame_sd.compat import COMPILES
 from mame_sd.core import groups
 from tests.builders.layers import CONFIGS, attention, tokens
@@ -71,7 +71,7 @@ def test_applying_to_a_compiled_model_takes_effect() -> None:
         before = attn(x)
         compiled = torch.compile(attn, backend="eager")
         assert torch.equal(compiled(x), before)
-        with mame(attn, tau=0.3, min_tokens=1):
+        with apply_mame(attn, tau=0.3, min_tokens=1):
             hooked = attn(x)
             torch.testing.assert_close(compiled(x), hooked)
         assert not torch.equal(hooked, before)

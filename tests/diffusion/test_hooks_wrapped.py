@@ -11,7 +11,7 @@ from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
 from diffusers.hooks import ModelHook as DiffusersHook
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
-from mame_sd import apply_mame, mame, remove_mame
+from mame_sd import apply_mame, remove_mame
 from mame_sd.report import NothingMergedError
 from tests.builders.layers import attention, tokens
 from tests.builders.tiny import gligen_inputs, run_unet, tiny_unet
@@ -71,7 +71,7 @@ def test_what_stands_in_for_a_forward_is_around_merging_whichever_came_first(fir
 
     attn, x = attention(), tokens()
     before = attn(x)
-    with mame(attn, **MERGING):
+    with apply_mame(attn, **MERGING):
         merged = attn(x)
     registry = HookRegistry.check_if_exists_or_initialize(attn)
     if first == "cache":

@@ -23,7 +23,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Reg
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 
-from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd import NothingMergedError, apply_mame, remove_mame
 from mame_sd.core.fit import SDPA
 from mame_sd.core.intercept import MergeJob, SDPAInterceptor
 from mame_sd.core.merge_keys import Grid, KeyMerging
@@ -214,7 +214,7 @@ def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) 
 def test_the_kernels_of_the_page_compute_attention_over_merged_keys() -> None:
     page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
     model = FLUX.build()
-    with mame(model, **MERGING):
+    with apply_mame(model, **MERGING):
         expected = run(model)
     for code, apart in zip(
         re.findall(r"```python\n(.*?)```", page, re.S), (1e-2, 1e-5), strict=True
@@ -234,7 +234,7 @@ def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
     register("sage")
     model = FLUX.build()
     every = whole(model)
-    with mame(model, **MERGING):
+    with apply_mame(model, **MERGING):
         counted = run(model)
     handle = apply_mame(model, kernel=biased, **MERGING)
     assert torch.equal(run(model), counted)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu import flux, sd3, unet, wan
 from benchmarks.launches import META, counted, on_card, pretended
-from mame_sd import MaMeAttnProcessor, apply_mame, attention, mame
+from mame_sd import MaMeAttnProcessor, apply_mame, attention
 from tests.builders.tiny import one_level_unet, tiny_unet, unet_inputs
 from tests.builders.trace import Operations, counts, traced
 from tests.matrix.models.registry import tiny_model
@@ -67,7 +67,7 @@ def test_a_model_whose_layers_do_not_merge_launches_nothing_more() -> None:
         with Operations() as alone:
             model(**inputs)
         told = pytest.warns(UserWarning, match="no layer merges.* 256 tokens: lower min_tok")
-        with mame(model, min_tokens=10**6), told, Operations() as left:
+        with apply_mame(model, min_tokens=10**6), told, Operations() as left:
             model(**inputs)
     assert left.names == alone.names
 
@@ -86,7 +86,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     case = CASES[name]
     model = on_card(case.build(META))
     named, known = case.inputs(model)
-    with mame(model, keep=0.25, min_tokens=16) as handle:
+    with apply_mame(model, keep=0.25, min_tokens=16) as handle:
         for values in known, {}:  # a call that reads values comes before a captured call
             with pretended(values):
                 output = model(**named, return_dict=False)[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, mame
+from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import run_unet, save_tiny_pipeline, tiny_unet, unet_inputs
 
@@ -23,7 +23,7 @@ def shares(handle: Any) -> dict[str, float]:
 
 def test_each_layer_merges_as_its_own_settings_do_alone() -> None:
     unet = tiny_unet()
-    with mame(
+    with apply_mame(
         unet, **SMALL, layers={UP: {"keep": 0.25}, "mid*": False, f"{DOWN}.*.attn1": False}
     ) as handle:
         mixed, found = run_unet(unet), shares(handle)
@@ -36,17 +36,17 @@ def test_each_layer_merges_as_its_own_settings_do_alone() -> None:
     assert {share for name, share in found.items() if name.startswith((DOWN, "mid"))} == {1.0}
     assert left == {name for name in found if name.startswith((DOWN, "mid"))}
     assert any(share == 0.5 for share in found.values())
-    with mame(
+    with apply_mame(
         unet,
         **SMALL,
         layers={name: {"keep": share} if share < 1 else False for name, share in found.items()},
     ):
         assert torch.equal(run_unet(unet), mixed), "the same settings, one pattern for each layer"
-    with mame(unet, **SMALL, layers={"*": {"keep": 0.25}}):
+    with apply_mame(unet, **SMALL, layers={"*": {"keep": 0.25}}):
         every = run_unet(unet)
-    with mame(unet, **{**SMALL, "keep": 0.25}):
+    with apply_mame(unet, **{**SMALL, "keep": 0.25}):
         assert torch.equal(run_unet(unet), every), "one rule for all layers is no rule"
-    with mame(unet, **SMALL):
+    with apply_mame(unet, **SMALL):
         assert not torch.equal(run_unet(unet), mixed)
 
 
@@ -82,14 +82,14 @@ def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({**SMALL, "layers": rules, "calibrated_for": handle.described, "about": about})
     )
-    with mame(unet, file):
+    with apply_mame(unet, file):
         assert torch.equal(run_unet(unet), expected)
-    with mame(unet, str(file), keep=0.75) as other:
+    with apply_mame(unet, str(file), keep=0.75) as other:
         run_unet(unet)
         assert 0.75 in shares(other).values()
         assert 0.25 in shares(other).values()
     config = MaMeConfig.from_file(file)
-    with mame(unet, keep=0.75) as other:
+    with apply_mame(unet, keep=0.75) as other:
         other.set(file)
         assert other.config == config
         with other.using(str(file), fit_queries=4):
@@ -110,6 +110,6 @@ def test_layers_with_keep_draw_by_the_step_and_by_pairs_where_others_have_tau() 
     inputs = unet_inputs(unet)
     pair = {**inputs, "sample": inputs["sample"][:1].repeat(2, 1, 1, 1)}
     for fields in ({"keep": 0.5}, {"tau": 1.0, "layers": {"*": {"keep": 0.5}}}):
-        with torch.no_grad(), mame(unet, min_tokens=16, **fields):
+        with torch.no_grad(), apply_mame(unet, min_tokens=16, **fields):
             outputs.append(unet(**pair).sample)
     assert torch.equal(*outputs)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd import NothingMergedError, apply_mame, remove_mame
 from tests.builders.pipelines import once
 from tests.builders.tiny import tiny_pipeline
 
@@ -48,7 +48,7 @@ def test_nothing_is_told_once_merging_is_removed(removed: str) -> None:
     pipe = tiny_pipeline()
     plain = once(pipe)
     if removed == "block":
-        with mame(pipe, **MERGING):
+        with apply_mame(pipe, **MERGING):
             assert "_mame_check" in vars(pipe)
     else:
         handle = apply_mame(pipe, **MERGING)
@@ -126,17 +126,6 @@ def test_a_shallow_copy_has_denoisers_of_its_own() -> None:
 
 def lone_steps(pipeline: Any) -> Any:
     return pipeline.progress_bar(range(2))
-
-
-def test_another_blocks_hooks_leave_the_check_as_it_was() -> None:
-    """A call within the block removes the check, since its handle's hooks are off the model."""
-    pipe = tiny_pipeline()
-    handle = apply_mame(pipe, **MERGING)
-    with mame(pipe.unet, **MERGING):
-        once(pipe)
-    with handle.using():
-        pipe.unet = other()
-        check_refused(pipe)
 
 
 def test_a_progress_bar_of_the_users_stays() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd import apply_mame, mame, remove_mame
+from mame_sd import apply_mame, remove_mame
 from tests.builders.pipelines import mame_pipeline
 from tests.builders.tiny import generate, run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
@@ -127,7 +127,6 @@ def test_a_model_changes_only_between_images() -> None:
             lambda: apply_mame(pipe, keep=0.25),
             lambda: remove_mame(pipe),
             lambda: remove_mame(pipe.unet.up_blocks[0]),
-            lambda: mame(pipe, keep=0.25).__enter__(),
         ):
             with pytest.raises(RuntimeError, match=BUSY):
                 change()
@@ -171,10 +170,11 @@ def test_the_end_of_a_block_says_that_an_image_was_under_way() -> None:
     other = ExitStack()
     with (
         other,
-        pytest.raises(RuntimeError, match=f"the end of the block: {BUSY}"),
-        mame(pipe, **MERGED),
+        pytest.raises(RuntimeError, match=f"remove: {BUSY}"),
+        apply_mame(pipe, **MERGED) as handle,
     ):
         other.enter_context(standing(pipe.unet.mid_block, lambda: generate(pipe)))
+    handle.remove()
     assert not any(module._forward_pre_hooks for module in pipe.unet.modules())
 
 

@@ -12,7 +12,7 @@ from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.eval.perception.heads import Head, prompt_templates, text_head
 from mame_sd.eval.perception.rivals import rival_on
 from mame_sd.eval.perception.rules import RandomDrop
-from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
+from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import pictures
 
@@ -49,8 +49,7 @@ def test_it_tells_glyphs_apart_merged_too_and_not_by_few_patches(
     assert (told(shuffled) == labels).mean() < 0.2
     with rival_on(model, RandomDrop(0.67)):  # in twelve blocks: two patches are left
         dropped = told(images)
-    with encoder_restored(model):
-        handle = apply_encoder(model)
+    with apply_encoder(model) as handle:
         merged = told(images)
         assert handle.report().share < 0.6
     assert (dropped == plain).mean() < 0.6 < 0.85 < (merged == plain).mean()

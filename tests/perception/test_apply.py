@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mame_sd import apply_mame, mame
+from mame_sd import apply_mame
 from mame_sd.perception import forward_state
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.encoder_registry import Encoder, is_encoder, register_encoder
@@ -69,7 +69,7 @@ def test_asked_for_too_much_merging_warns(fields: dict[str, Any], warns: bool) -
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         handle = apply_mame(model, **fields)
-        with mame(model, **fields):
+        with apply_mame(model, **fields):
             pass
     assert [one.filename for one in said] == [__file__] * (2 * warns)
     if warns:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaProcessor
 
-from mame_sd import mame
+from mame_sd import apply_mame
 from mame_sd.captions.captioner_registry import images_of
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
@@ -88,7 +88,7 @@ def in_tower_by_hand(model: Any, picture: Tensor, merging: Any) -> list[Tensor |
 
 IN_TOWER = {
     "tome": lambda tower: rival_on(tower, ToMe(8)),
-    "plain-0.8": lambda tower: mame(tower, tau=0.8, blocks=4),
+    "plain-0.8": lambda tower: apply_mame(tower, tau=0.8, blocks=4),
 }
 
 
