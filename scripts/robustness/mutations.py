@@ -182,7 +182,6 @@ captions/shorten.py: captions
     [:, None].to(places) + places => [:, None].to(places) * 0 + start + places
 captions/patch.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
-    if slot is self.base and shortener is None and self.blocks: => if False:
 caches/handle.py: caches
     if self.live and tokens > 1 and not others and => if False and
 perception/hooks.py: perception/test_tools.py
