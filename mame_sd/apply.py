@@ -6,7 +6,6 @@ belongs to. Only then that module's libraries are imported.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, overload
@@ -16,7 +15,6 @@ from torch import nn
 from mame_sd.captions.captioner_registry import is_captioner, reader_in
 from mame_sd.config import ConfigOrFile, read_config
 from mame_sd.diffusion.families.family import REGISTERED
-from mame_sd.handle import Handle
 from mame_sd.perception.encoder_registry import is_encoder
 
 if TYPE_CHECKING:
@@ -56,12 +54,10 @@ def apply_mame(
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: nothing in `target` can merge, or the settings are wrong.
-
-    Warns:
-        UserWarning: a vision transformer is to merge so much that a smaller image is more exact.
     """
     apply, _ = _room_of(target, fields)
-    return _advised(apply(target, read_config(config), **fields), 3)
+    handle: Any = apply(target, read_config(config), **fields)
+    return handle
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
@@ -108,7 +104,7 @@ def mame(target: Any, config: ConfigOrFile = None, **fields: Any) -> Iterator[An
     """
     apply, restored = _room_of(target, fields)
     with restored(target):
-        yield _advised(apply(target, read_config(config), **fields), 4)
+        yield apply(target, read_config(config), **fields)
 
 
 def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], Restored]:
@@ -133,13 +129,6 @@ def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], R
     from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 
     return apply_encoder, encoder_restored
-
-
-def _advised(handle: Handle[Any], stacklevel: int) -> Any:
-    """Return the handle, with a warning if a smaller image is more exact than so much merging."""
-    if advice := handle.advice():
-        warnings.warn(advice, UserWarning, stacklevel=stacklevel)
-    return handle
 
 
 def _reads_images(target: Any) -> bool:

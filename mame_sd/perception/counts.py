@@ -8,7 +8,7 @@ summed as tokens pass, so that totals over calls are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -21,34 +21,35 @@ CONVOLUTIONS = nn.Conv2d, nn.Conv3d
 FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 
 
-class BlockCounts:
-    """Sums over the calls of one merging block since the last `reset`.
+class BlockCounts(Sums):
+    """Sums of FIELDS over the calls of one merging block since the last `reset`.
+
+    They are calls, tokens in, their squares, tokens kept, their squares, and multiply-adds of
+    merging itself for one image. Token counts include prefix tokens.
 
     Attributes:
-        sums: the sums in the order of FIELDS: calls, tokens in, their squares, tokens kept, their
-            squares, and multiply-adds of merging itself for one image.
         note: how the latest call merged differently from the settings, if it did.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.sums, self.note = Sums(len(FIELDS), device), ""
+        super().__init__(len(FIELDS), device)
 
-    def reset(self, device: torch.device) -> None:
+    def reset(self, device: torch.device | None = None) -> None:
         """Set all sums to zero; compiled regions will count on `device`."""
-        self.sums.reset(device)
+        super().reset(device)
         self.note = ""
 
-    def add(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
+    def count_call(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
         """Count one call.
 
         Args:
-            tokens: tokens in, prefix tokens included.
-            kept: tokens kept, prefix tokens included.
+            tokens: tokens in.
+            kept: tokens kept.
             merging: multiply-adds of merging itself for one image.
             note: how the call merged differently from the settings.
         """
         self.note = note
-        self.sums.add(1, tokens, tokens * tokens, kept, kept * kept, merging)
+        self.add(1, tokens, tokens * tokens, kept, kept * kept, merging)
 
 
 class BlockCost:
@@ -68,23 +69,6 @@ class BlockCost:
             kept: sum of the tokens that reach the MLP.
         """
         return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
-
-
-def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int) -> float:
-    """Estimate the share of a model's multiply-adds that remains for one image.
-
-    Args:
-        costs: costs of all blocks.
-        kept: share of tokens that each merging block keeps, by index.
-        patches: number of patches of the image.
-    """
-    left, works = patches, []
-    for number, cost in enumerate(costs):
-        after = round(left * kept.get(number, 1.0))
-        works.append((cost.of(left, left**2, after), cost.of(patches, patches**2, patches)))
-        left = after
-    merged, whole = map(sum, zip(*works, strict=True))
-    return merged / whole
 
 
 def width_of(block: nn.Module, spec: Encoder) -> int:

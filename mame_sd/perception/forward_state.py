@@ -52,7 +52,6 @@ class ForwardState(HookOwner):
         last: index of the last block.
         inner: hooks on the model's convolutions.
         patches: path of the convolution that makes patches, or None.
-        clips: True if it takes clips, not images.
         restore: True if the last block's output has all tokens again.
         dense: True if every block's output has all tokens again, for heads that read it.
         prop_attn: if True, the log of each token's size is added to its attention logits, and means
@@ -80,7 +79,6 @@ class ForwardState(HookOwner):
         self.shared = self
         convolutions, self.patches = _convolutions(model, blocks)
         self.inner = [InnerHook(self, model, path, self.note_convolution) for path in convolutions]
-        self.clips = isinstance(model.get_submodule(self.patches or ""), nn.Conv3d)
         self._names = list(parameters_of(type(model)))
         self.__setstate__({})
 

@@ -12,13 +12,13 @@ from torch import nn
 from mame_sd.config import MaMeConfig, read_config
 from mame_sd.core.paper import Plan
 from mame_sd.handle import Handle
-from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
+from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
 from mame_sd.perception.hooks import Placed, check_free, observed_by, ours_on, put, take, take_all
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
-from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
+from mame_sd.perception.report import EncoderReport, make_blocks
 from mame_sd.perception.settings import FIRST, changed, chosen_blocks, configs_of, is_paper
 from mame_sd.report import device_of
 
@@ -142,19 +142,6 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         for number, config in settings.items():
             self._merged[number].config = config
 
-    def advice(self) -> str:
-        """Return advice for settings that merge too much; an empty string if there is none.
-
-        With `keep` the remaining FLOPs are estimated before any image is seen. With `tau` they
-        depend on the images, and the report gives the advice.
-        """
-        if any(config.keep is None for config in self.configs.values()):
-            return ""
-        kept = {number: config.keep or 0.0 for number, config in self.configs.items()}
-        share = left_of(self._costs, kept, PATCHES)
-        advice = advice_of(share, self._shared.clips)
-        return advice and f"these settings leave about {share:.0%}; {advice}"
-
     def report(self) -> EncoderReport:
         """Return tokens and FLOPs of every block since the last `reset`, as means over forwards."""
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
@@ -166,7 +153,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             around = partial(around_blocks, self.encoder, self._blocks, shared.places, before)
             whole += around(before)
             left += around(before if shared.restore or shared.dense else after)
-        return EncoderReport(blocks, calls, whole, left, self.prop_attn, self._shared.clips)
+        return EncoderReport(blocks, calls, whole, left, self.prop_attn)
 
     def reset(self) -> None:
         """Set all counters to zero and drop captured plans."""

@@ -186,7 +186,7 @@ class MergedBlock(HookOwner):
         prefix, least, note = self.shared.num_prefix_tokens, config.min_tokens or 0, ""
         if tokens - prefix < least:
             if now.counting:
-                counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
+                counts.count_call(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
         size = None
         if config.keep is None:
@@ -204,7 +204,7 @@ class MergedBlock(HookOwner):
             cost = self._cost(plan, x.shape[2], feature.shape[2], sizes is not None)
             if again:
                 cost += tokens * weights_of(self._module(self.spec.keys or ""))
-            counts.add(tokens, plan.tokens_kept, cost, note)
+            counts.count_call(tokens, plan.tokens_kept, cost, note)
         if sizes is not None:
             return merge_weighted(plan, x, sizes)
         sized = sized and self.number < self.shared.last

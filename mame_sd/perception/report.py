@@ -9,10 +9,6 @@ from typing import Any
 from mame_sd.perception.counts import FIELDS, BlockCost, BlockCounts
 from mame_sd.report import LayerTokens, Report
 
-# Below this share of the FLOPs a smaller image is nearer, on photographs (docs/perception.md).
-NEARER = 0.37
-PATCHES = 256  # of each of these photographs
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReport(LayerTokens):
@@ -49,7 +45,6 @@ class EncoderReport(Report):
         flops_before: multiply-adds without merging.
         flops: multiply-adds with merging.
         prop_attn: True if attention adds the log of token sizes to its logits.
-        clips: True if the model takes clips, not images.
     """
 
     layers: tuple[BlockReport, ...]
@@ -57,7 +52,6 @@ class EncoderReport(Report):
     flops_before: float
     flops: float
     prop_attn: bool = False
-    clips: bool = False
 
     @property
     def share(self) -> float:
@@ -83,22 +77,7 @@ class EncoderReport(Report):
             f" {'counts' if self.prop_attn else 'does not count'} how many tokens each one"
             " stands for"
         )
-        if self.calls and (advice := advice_of(self.share, self.clips)):
-            lines.append(advice)
         return "\n".join(lines)
-
-
-def advice_of(share: float, clips: bool) -> str:
-    """Return advice for merging to `share` of the FLOPs; an empty string if there is none.
-
-    There is none for clips, for which no alternative was measured.
-    """
-    if clips or share >= NEARER:
-        return ""
-    return (
-        f"below {NEARER:.0%} of the FLOPs a smaller image that merges less is nearer to the"
-        " unmerged model (docs/perception.md)"
-    )
 
 
 def make_blocks(
@@ -115,7 +94,7 @@ def make_blocks(
         The reports, and the number of forwards that they average.
     """
     sums = {
-        number: dict(zip(FIELDS, count.sums.totals(), strict=True))
+        number: dict(zip(FIELDS, count.totals(), strict=True))
         for number, count in sorted(counts.items())
     }
     start = next(iter(sums.values()))

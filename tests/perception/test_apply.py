@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-import warnings
 from functools import partial
 from typing import Any
 
@@ -14,13 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mame_sd import apply_mame, mame
 from mame_sd.perception import forward_state
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.encoder_registry import Encoder, is_encoder, register_encoder
 from tests.builders.perception import DEPTH, NAMED, PATCHES, TIMM, VIT, Row, tokens
 from tests.builders.timm_models import NEEDS_TIMM
-from tests.builders.tiny import seeded, tiny_unet
+from tests.builders.tiny import tiny_unet
 from tests.perception.oracle import blocks_of
 
 
@@ -49,35 +46,6 @@ def test_by_tau_a_batch_keeps_what_any_image_keeps_and_the_report_says_so() -> N
         note = "by tau in a batch of 3: a token stays where any image keeps it"
         assert handle.report().layers[0].note == note * (len(own) == 3)
     assert max(kept[:3]) < kept[3] < PATCHES + 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "warns"),
-    [
-        ({}, False),
-        ({"keep": 0.01, "blocks": 3}, True),  # more than destinations stay
-        ({"tau": 0.3}, False),  # nobody knows before images are seen
-    ],
-    ids=str,
-)
-@torch.no_grad()
-def test_asked_for_too_much_merging_warns(fields: dict[str, Any], warns: bool) -> None:
-    config = transformers.Dinov2Config(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=6, image_size=224, patch_size=14
-    )
-    model = seeded(transformers.Dinov2Model, 0, config)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        handle = apply_mame(model, **fields)
-        with mame(model, **fields):
-            pass
-    assert [one.filename for one in said] == [__file__] * (2 * warns)
-    if warns:
-        model(torch.zeros(1, 3, 224, 224))
-        told = re.match(r"these settings leave about (\d+)%; below 37%", str(said[0].message))
-        assert told
-        assert abs(int(told[1]) / 100 - handle.report().share) < 0.03
-        assert "a smaller image that merges less is nearer" in str(handle.report())
 
 
 @NEEDS_TIMM
