@@ -77,7 +77,7 @@ class RivalBlock(MergedBlock):
         if self.shared.capturing and reduced.kept is not None:
             self.shared.keep(self.number, cast(Any, reduced))  # its `kept` is that of a plan
         if self.shared.now.counting:
-            self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
+            self.counts.count_call(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
 
 

@@ -8,7 +8,6 @@ summed as tokens pass, so that totals over calls are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -83,7 +82,7 @@ def width_of(block: nn.Module, spec: Encoder) -> int:
 def around_blocks(
     model: nn.Module,
     blocks: list[nn.Module],
-    places: Mapping[str, int],
+    patches: int,
     before: float,
     after: float,
 ) -> float:
@@ -94,7 +93,7 @@ def around_blocks(
     Args:
         model: the vision transformer.
         blocks: its blocks.
-        places: number of output positions of its convolutions by path, adapters included.
+        patches: number of patches that its convolution makes.
         before: tokens before the first block.
         after: tokens after the last block.
     """
@@ -105,8 +104,7 @@ def around_blocks(
         if part in inside:
             continue
         if isinstance(part, CONVOLUTIONS):
-            at = (places[path] for path in places if f"{name}.".startswith(f"{path}."))
-            total += part.weight.numel() * next(at, 0)
+            total += part.weight.numel() * patches
         elif isinstance(part, nn.MultiheadAttention):  # one query
             total += part.in_proj_weight.numel() / 3 * (1 + 2 * after) + 2 * part.embed_dim * after
         elif part in linear:

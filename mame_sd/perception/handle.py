@@ -150,7 +150,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         left = sum(block.flops for block in blocks)
         if calls:
             shared = self._shared
-            around = partial(around_blocks, self.encoder, self._blocks, shared.places, before)
+            around = partial(around_blocks, self.encoder, self._blocks, shared.patches, before)
             whole += around(before)
             left += around(before if shared.restore or shared.dense else after)
         return EncoderReport(blocks, calls, whole, left, self.prop_attn)

@@ -42,11 +42,11 @@ class InnerHook(HookOwner):
         shared: the `ForwardState` of the model.
         owner: the module that contains the observed one and isn't replaced.
         path: path of the observed module in `owner`.
-        on_output: called with the path and the observed module's output.
+        on_output: called with the observed module's output.
     """
 
     def __init__(
-        self, shared: Any, owner: nn.Module, path: str, on_output: Callable[[str, Tensor], None]
+        self, shared: Any, owner: nn.Module, path: str, on_output: Callable[[Tensor], None]
     ) -> None:
         self.shared, self.owner, self.path, self.on_output = shared, owner, path, on_output
         self.inner = [self]
@@ -65,7 +65,7 @@ class InnerHook(HookOwner):
 
     def observe(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Pass on the output of the inner module."""
-        self.on_output(self.path, output)
+        self.on_output(output)
 
     def follow(self, *_: Any, late: bool = False) -> None:
         """Move to the module that is at the path now, before it is called.

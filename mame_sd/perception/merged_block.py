@@ -27,6 +27,7 @@ from mame_sd.perception.forward_state import Forward, ForwardState
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan, plan_block
 
+MIN_TOKENS = 2  # blocks with fewer patches don't merge
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
 
@@ -104,10 +105,9 @@ class MergedBlock(HookOwner):
         checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
         if checkpoints and type(block).__call__ is nn.Module.__call__:
             run = partial(block._gradient_checkpointing_func, run)  # before 5.23: around this call
-        grid = None if now.recomputes else now.grid
         now.counting = True
         # Passed as arguments, because checkpoints keep these.
-        y, sizes = run(self._merged_input(x, now), now.sizes, grid, now.sized)
+        y, sizes = run(self._merged_input(x, now), now.sizes, now.grid, now.sized)
         now.counting = False
         last = self.number == shared.last
         now.sizes = None if last else sizes  # they hold a graph of gradients
@@ -183,12 +183,11 @@ class MergedBlock(HookOwner):
         assert config is not None
         assert counts is not None
         samples, tokens, _ = x.shape
-        prefix, least, note = self.shared.num_prefix_tokens, config.min_tokens or 0, ""
-        if tokens - prefix < least:
+        prefix, size, note = self.shared.num_prefix_tokens, None, ""
+        if tokens - prefix < MIN_TOKENS:
             if now.counting:
-                counts.count_call(tokens, tokens, 0, f"fewer than min_tokens={least}")
+                counts.count_call(tokens, tokens, 0, f"fewer than {MIN_TOKENS} patches")
             return x, sizes
-        size = None
         if config.keep is None:
             if samples > 1 and not torch.compiler.is_compiling():
                 note = f"by tau in a batch of {samples}: a token stays where any image keeps it"
@@ -236,7 +235,7 @@ class MergedBlock(HookOwner):
             products = (1 + self.shared.restore) * channels
         return pairs * (dim + products + sized)
 
-    def keep_keys(self, path: str, keys: Tensor) -> None:
+    def keep_keys(self, keys: Tensor) -> None:
         """Keep the keys [B, L, d] that a projection returned, if this block will compare them."""
         if self.shared.active and self.compares_keys:
             self.shared.now.keys[self.number] = keys

@@ -40,8 +40,7 @@ class EncoderReport(Report):
 
     Attributes:
         layers: one report per block.
-        calls: forwards since the last reset. A checkpoint around blocks, such as timm's, doubles
-            them.
+        calls: forwards since the last reset.
         flops_before: multiply-adds without merging.
         flops: multiply-adds with merging.
         prop_attn: True if attention adds the log of token sizes to its logits.

@@ -9,14 +9,13 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-MIN_TOKENS = 2  # blocks with fewer patches don't merge
 LEFT = 0.25  # share of the patches that the last block leaves, if there are enough blocks
 # By default the first block doesn't merge: at equal FLOPs outputs are as near on photographs, and
 # far nearer on uniform textures.
 FIRST = 1
 FEWEST = 0.01  # lowest share that a block keeps
 LEAST = 0.5  # lowest mean share: the destinations of a block whose tokens are no grid
-FIELDS = ("keep", "tau", "min_tokens")  # the fields of MaMeConfig that vision transformers have
+FIELDS = ("keep", "tau")  # the fields of MaMeConfig that vision transformers have
 
 
 def chosen_blocks(
@@ -98,7 +97,6 @@ def configs_of(
         ValueError: as `changed`.
     """
     blocks, base = [*blocks], MaMeConfig() if config is None else config
-    base = base.replace(min_tokens=base.min_tokens or MIN_TOKENS)
     if fields.get("tau") is None and fields.get("keep") is None and base.tau is None:
         fields = {**fields, "keep": mean_share(len(blocks)) if base.is_default else base.keep}
     return changed(dict.fromkeys(blocks, base), fields)
