@@ -17,11 +17,10 @@ from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.report import Sums
 
 CONVOLUTIONS = nn.Conv2d, nn.Conv3d
-FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 
 
 class BlockCounts(Sums):
-    """Sums of FIELDS over the calls of one merging block since the last `reset`.
+    """Sums over the calls of one merging block since the last `reset`.
 
     They are calls, tokens in, their squares, tokens kept, their squares, and multiply-adds of
     merging itself for one image. Token counts include prefix tokens.
@@ -31,7 +30,7 @@ class BlockCounts(Sums):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(len(FIELDS), device)
+        super().__init__(6, device)
 
     def reset(self, device: torch.device | None = None) -> None:
         """Set all sums to zero; compiled regions will count on `device`."""
@@ -51,23 +50,19 @@ class BlockCounts(Sums):
         self.add(1, tokens, tokens * tokens, kept, kept * kept, merging)
 
 
-class BlockCost:
-    """Multiply-adds of one block with its current modules."""
+def flops_of(block: nn.Module, spec: Encoder, tokens: int, squares: int, kept: int) -> int:
+    """Return the multiply-adds of calls of a block, with its modules as they are now.
 
-    def __init__(self, block: nn.Module, spec: Encoder) -> None:
-        self._attention = sum(weights_of(block.get_submodule(part)) for part in spec.attention)
-        self._mlp = sum(weights_of(block.get_submodule(part)) for part in spec.mlp)
-        self._width = width_of(block, spec)
-
-    def of(self, tokens: int, squares: int, kept: int) -> int:
-        """Return the multiply-adds of calls of the block.
-
-        Args:
-            tokens: sum of tokens over calls.
-            squares: sum of their squares.
-            kept: sum of the tokens that reach the MLP.
-        """
-        return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
+    Args:
+        block: the block.
+        spec: the description of its modules.
+        tokens: sum of tokens over calls.
+        squares: sum of their squares.
+        kept: sum of the tokens that reach the MLP.
+    """
+    attention = sum(weights_of(block.get_submodule(part)) for part in spec.attention)
+    mlp = sum(weights_of(block.get_submodule(part)) for part in spec.mlp)
+    return attention * tokens + 2 * width_of(block, spec) * squares + mlp * kept
 
 
 def width_of(block: nn.Module, spec: Encoder) -> int:

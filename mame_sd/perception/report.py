@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mame_sd.perception.counts import FIELDS, BlockCost, BlockCounts
+from torch import nn
+
+from mame_sd.perception.counts import BlockCounts, flops_of
+from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.report import LayerTokens, Report
+
+_MEANS = ("tokens_in", "tokens_kept", "flops_before", "flops", "merging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,38 +84,28 @@ class EncoderReport(Report):
         return "\n".join(lines)
 
 
-def make_blocks(
-    names: list[str], costs: list[BlockCost], counts: Mapping[int, BlockCounts]
+def block_reports(
+    blocks: Mapping[str, nn.Module], spec: Encoder, counts: Mapping[int, BlockCounts]
 ) -> tuple[tuple[BlockReport, ...], int]:
-    """Make the reports of all blocks.
+    """Report every block.
 
     Args:
-        names: paths of the blocks.
-        costs: costs of the blocks.
+        blocks: the blocks by path, in order.
+        spec: the description of their modules.
         counts: counters of the merging blocks by index.
 
     Returns:
         The reports, and the number of forwards that they average.
     """
-    sums = {
-        number: dict(zip(FIELDS, count.totals(), strict=True))
-        for number, count in sorted(counts.items())
-    }
-    start = next(iter(sums.values()))
-    calls, tokens, squares = start["calls"], start["tokens"], start["squares"]
+    calls, tokens, squares, *_ = counts[min(counts)].totals()
     whole, rows = (tokens, squares, tokens), []
-    for number, (name, cost) in enumerate(zip(names, costs, strict=True)):
-        block_sums = sums.get(number, {"kept": tokens, "kept_squares": squares, "merging": 0})
-        totals = {
-            "tokens_in": tokens,
-            "tokens_kept": block_sums["kept"],
-            "flops_before": cost.of(*whole),
-            "flops": cost.of(tokens, squares, block_sums["kept"]) + block_sums["merging"],
-            "merging": block_sums["merging"],
-        }
-        means = {field: total / max(calls, 1) for field, total in totals.items()}
-        merged = number in sums
-        note = counts[number].note if merged else ""
-        rows.append(BlockReport(name=name, **means, merged=merged, note=note))
-        tokens, squares = block_sums["kept"], block_sums["kept_squares"]
+    for number, (name, block) in enumerate(blocks.items()):
+        count = counts.get(number)
+        *_, kept, kept_squares, merging = (tokens, squares, 0) if count is None else count.totals()
+        flops = flops_of(block, spec, tokens, squares, kept) + merging
+        totals = (tokens, kept, flops_of(block, spec, *whole), flops, merging)
+        means = dict(zip(_MEANS, (total / max(calls, 1) for total in totals), strict=True))
+        note = "" if count is None else count.note
+        rows.append(BlockReport(name=name, **means, merged=count is not None, note=note))
+        tokens, squares = kept, kept_squares
     return tuple(rows), calls
