@@ -180,7 +180,7 @@ class PromptShortener:
         embeds = model.get_input_embeddings()(ids)
         features = torch.cat([image.features for image in images]).to(embeds)
         call["inputs_embeds"] = embeds.masked_scatter((ids == token).unsqueeze(-1), features)
-        for name in ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids"):
+        for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids"):
             call.pop(name, None)
         return call, removed
 
