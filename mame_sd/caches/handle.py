@@ -156,11 +156,8 @@ class _Forward:
 class _Hook:
     """A hook on one layer of a model; on copies of the model it does nothing.
 
-    Args:
-        call: what it calls.
-        count: number of the hook's arguments, keywords included. If another thread adds or removes
-            a hook during a forward, torch omits the keyword arguments; the call belongs to no block
-            of ours then and is ignored.
+    If another thread adds or removes a hook during a forward, torch omits the keyword arguments, so
+    that there are fewer than `count`. The call belongs to no block of ours then and is ignored.
     """
 
     def __init__(self, call: Any = None, count: int = 0) -> None:
@@ -354,10 +351,7 @@ def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
-    """Return one layer of a cache, or None if it doesn't exist yet.
-
-    If `compressing`, refuse a cache that can't be compressed.
-    """
+    """Return one layer of a cache, or None; if `compressing`, refuse unknown kinds of caches."""
     layers, name = getattr(cache, "layers", None), type(cache).__name__
     if layers is None:
         raise ValueError(f"cache: expected a DynamicCache, got {name}")

@@ -1,13 +1,4 @@
-"""Choose the keys that stay: their scores, the length of each layer, and fitted values.
-
-Your own method needs one function:
-
-    class Newest:
-        def score(self, view):
-            return view.slots.float()            # [B, h, L], one number for each key
-
-    with compress_cache(model, keep=0.5, method=Newest()): ...
-"""
+"""Choose the keys that stay: their scores, the length of each layer, and fitted values."""
 
 from __future__ import annotations
 
@@ -73,12 +64,8 @@ class Selection:
     def score_layer(self, view: CacheView, keep: float) -> ScoredLayer:
         """Score the keys of a layer, and choose the queries that its values will be fitted to."""
         method = self.method
-        moved, valid = view.future_queries(SCORING if method is None else COUNT, AHEAD)
-        if method is None:
-            scores = future_attention(view, moved, valid)
-            moved, valid = _fewer(moved, valid)
-        else:
-            scores = method.score(view)
+        moved, valid = view.future_queries(SCORING, AHEAD)
+        scores = future_attention(view, moved, valid) if method is None else method.score(view)
         real = isinstance(scores, Tensor) and not scores.is_complex()
         if not real or scores.shape != view.slots.shape:
             got = list(scores.shape) if real else type(scores).__name__
@@ -86,7 +73,7 @@ class Selection:
                 f"{type(method).__name__}.score: expected a number for each key,"
                 f" {list(view.slots.shape)}, got {got}"
             )
-        return ScoredLayer(with_fixed_keys(scores, view, keep), moved, valid)
+        return ScoredLayer(with_fixed_keys(scores, view, keep), *_fewer(moved, valid))
 
     def lengths(
         self, views: Sequence[CacheView], scored: Sequence[ScoredLayer], keep: float

@@ -188,7 +188,7 @@ _OLDER_KEYS = "attention.attention.key"
 
 
 def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
-    """Compute attention with an additive mask in the older module layout of transformers.
+    """Compute attention in the older layout of transformers, [B, L, C].
 
     There query, key and value are layers of `attention.attention`, and `output.dense` follows.
 
@@ -196,9 +196,6 @@ def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
         attention: the module.
         x: normalised tokens [B, L, C].
         mask: added to the logits, [B, 1, 1, L].
-
-    Returns:
-        The output of the attention branch, [B, L, C].
     """
     inner, output = attention.attention, attention.output
     heads = (inner.num_attention_heads, -1)

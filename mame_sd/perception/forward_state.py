@@ -142,11 +142,8 @@ class ForwardState(HookOwner):
     def begin(self) -> Forward:
         """Begin a forward at its first merging block, and drop the state of the previous one.
 
-        Raises:
-            ValueError: proportional attention is required but impossible, or whole blocks are
-                checkpointed.
-            RuntimeError: the patch embedding was replaced, so that the grid of patches is
-                unknown.
+        Raise an error if proportional attention is required but impossible, whole blocks are
+        checkpointed, or the patch embedding was replaced, so that the grid is unknown.
         """
         for hook in self.inner:
             hook.follow(late=True)
@@ -231,10 +228,7 @@ def checkpoints_around(model: Any) -> bool:
 
 
 def _patching(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
-    """Return the path of the convolution that makes patches, if there is one.
-
-    It is the last one before the blocks, or the first one if all follow them.
-    """
+    """Return the path of the last convolution before the blocks, or of the first if all follow."""
     inside = {part for block in blocks for part in block.modules()}
     paths: list[str] = []
     for path, module in model.named_modules():

@@ -165,19 +165,10 @@ class MergedBlock(HookOwner):
     def _merge(
         self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid, sized: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Merge x' [B, L, C] into x'' [B, L', C] and count the call.
+        """Merge x' [B, L, C] of sizes [B, L] into x'' [B, L', C], with its sizes, and count it.
 
-        With `tau` a source token stays if any sample of the batch preserves it (Algorithm 1).
-
-        Args:
-            x: tokens after the attention branch, [B, L, C].
-            normed: the normalised input of the attention, [B, L, C].
-            sizes: number of tokens that each one stands for, [B, L]. If None, 1 each.
-            grid: (h, w) of the image's patches, or None if unknown.
-            sized: True if later blocks need sizes.
-
-        Returns:
-            Merged tokens [B, L', C], and their sizes [B, L'] or None.
+        `normed` is the attention's input, `sized` True if later blocks need sizes. With `tau` a
+        source token stays if any sample of the batch preserves it (Algorithm 1).
         """
         config, counts, now = self.config, self.counts, self.shared.now
         assert config is not None
@@ -219,15 +210,11 @@ class MergedBlock(HookOwner):
         return self.config is not None and self.config.keep is not None and bool(self.spec.keys)
 
     def _plan(self, feature: Tensor, size: Grid) -> Plan | GroupPlan:
-        """Plan which tokens merge, from what is compared [B, L, d]."""
         assert self.config is not None
         return plan_block(feature, self.config, size, self.shared.num_prefix_tokens)
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
-        """Count the multiply-adds of merging one image, of whose channels `dim` are compared.
-
-        If `sized`, the sizes are merged too.
-        """
+        """Count the multiply-adds of merging one image, of whose channels `dim` are compared."""
         if isinstance(plan, GroupPlan):  # one product to compare, one for the means
             pairs, products = plan.body.cells.kept * plan.body.tokens_in, channels
         else:

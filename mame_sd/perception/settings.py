@@ -28,9 +28,6 @@ def chosen_blocks(
             the end). If None, all blocks from `first` on.
         depth: number of blocks of the model.
         first: first merging block of the default, if there are more blocks.
-
-    Raises:
-        ValueError: `blocks` names none, names one twice, or is out of range.
     """
     if blocks is None:
         return tuple(range(min(first, depth - 1), depth))
@@ -86,15 +83,10 @@ def configs_of(
 ) -> dict[int, MaMeConfig]:
     """Return the settings of each block: `fields` over `config` over the defaults for encoders.
 
-    If neither `tau` nor `keep` is given, the blocks keep `mean_share`.
-
     Args:
         config: settings given as one object; only the fields that were set explicitly count.
-        fields: settings given by name.
+        fields: settings given by name. If neither has `tau` or `keep`, blocks keep `mean_share`.
         blocks: indices of the merging blocks.
-
-    Raises:
-        ValueError: as `changed`.
     """
     blocks, base = [*blocks], MaMeConfig() if config is None else config
     if fields.get("tau") is None and fields.get("keep") is None and base.tau is None:
