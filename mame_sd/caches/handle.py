@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from mame_sd import compat
 from mame_sd.caches.attention import Attention, attention_layers
@@ -113,7 +113,6 @@ def compress_cache(
             " caches are short already"
         )
     handle = CacheHandle(type(model).__name__, every, keep, chosen)
-    _check_kind(model, handle._layers)
     running = _RUNNING.get()
     if any(one._live and one._layers.keys() & handle._layers.keys() for one in running):
         raise ValueError("model: its cache is compressed already; leave that compress_cache first")
@@ -130,18 +129,6 @@ def compress_cache(
     finally:
         handle._remove()
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not handle))
-
-
-def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
-    """Raise ValueError for a model whose own cache holds more than keys and values in a layer."""
-    made = DynamicCache(config=model.config).layers
-    for layer in layers.values():
-        kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
-        if kind is not DynamicLayer:
-            raise ValueError(
-                "model: expected layers that cache only keys and values, got"
-                f" {type(model).__name__} with a {kind.__name__}; leave compress_cache out"
-            )
 
 
 @dataclass
@@ -363,7 +350,8 @@ def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
     layer = layers[index] if index < len(layers) else None
     if compressing and type(layer) not in (type(None), DynamicLayer, CompressedLayer):
         raise ValueError(
-            f"cache: expected a DynamicCache, got {name} with a {type(layer).__name__}; leave"
-            " cache_implementation out"
+            "cache: expected a DynamicCache of layers that cache only keys and values, got"
+            f" {name} with a {type(layer).__name__}; leave cache_implementation or compress_cache"
+            " out"
         )
     return layer

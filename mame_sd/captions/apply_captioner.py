@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -84,11 +83,7 @@ def remove_captioner(target: nn.Module) -> None:
     remove_encoder(target)
 
 
-@contextmanager
-def captioner_restored(target: nn.Module) -> Iterator[None]:
+def captioner_restored(target: nn.Module) -> AbstractContextManager[None]:
     """Remove what the `with` block applied to `target`, which merges for this thread or task."""
-    with ExitStack() as blocks:
-        for module in target.modules():
-            if name_of(module) in KNOWN:
-                blocks.enter_context(restored_after(module))
-        yield
+    model = next((module for module in target.modules() if name_of(module) in KNOWN), None)
+    return nullcontext() if model is None else restored_after(model)

@@ -49,11 +49,7 @@ def reader_in(target: Any) -> nn.Module | None:
 
 
 def layer_of(model: Any) -> int:
-    """Return the number of tower blocks before the hidden state that the language model reads.
-
-    Raises:
-        ValueError: it reads several hidden states.
-    """
+    """Return the number of tower blocks before the hidden state that the language model reads."""
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):
         raise ValueError(
@@ -90,14 +86,9 @@ def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
 
 
 def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
-    """Return the positions of a call's prompts.
+    """Return the positions of a call's prompts: its own, or [3, B, L] by time, row and column.
 
-    Returns:
-        The call's own positions, or [3, B, L] by time, row and column. None if the model has one
-        axis and the call has no positions.
-
-    Raises:
-        ValueError: the model needs to be told which tokens are image tokens, and isn't.
+    If the model has one axis and the call has no positions, return None.
     """
     positions: Tensor | None = call.get("position_ids")
     index = getattr(model.model, "get_rope_index", None)

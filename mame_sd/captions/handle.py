@@ -41,7 +41,7 @@ class CaptionHandle(Handle[MaMeConfig]):
     def installed(self) -> bool:
         """Return True if this handle's merging is on the model."""
         patch = patch_on(self.model)
-        return patch is not None and any(one.shortener is self.shortener for one in patch.slots)
+        return patch is not None and bool(patch.uses(self.shortener))
 
     def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
         new = (config or self.config).replace(**fields)
@@ -72,9 +72,8 @@ class CaptionHandle(Handle[MaMeConfig]):
     def install(self) -> None:
         """Put merging back after `remove`, or replace that of a later handle.
 
-        Raises:
-            ValueError: another tool has replaced `forward` or `generate`, or the vision tower
-                merges by itself.
+        Raise ValueError if another tool has replaced `forward` or `generate`, or the vision tower
+        merges by itself.
         """
         if has_encoder_hooks(self.model):
             raise ValueError(

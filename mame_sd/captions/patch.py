@@ -52,16 +52,12 @@ class ModelPatch:
     """The replaced methods of one captioner, and the merging that they use.
 
     A copy of the model keeps what `apply_mame` put there, but no block's merging.
-
-    Attributes:
-        base: the slot of every thread that isn't in a block.
-        blocks: the slots of open blocks.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        self.base = Slot()
-        self.blocks: list[Slot] = []
+        self.base = Slot()  # of every thread that isn't in a block
+        self.blocks: list[Slot] = []  # of open blocks
         self._generating = 0  # running calls of `generate`, which need the replaced forward
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,10 +68,9 @@ class ModelPatch:
         """Return the slot of this task: its innermost block on this model, or else the base."""
         return next((one for one in reversed(_OPEN.get()) if one in self.blocks), self.base)
 
-    @property
-    def slots(self) -> list[Slot]:
-        """Return all slots."""
-        return [self.base, *self.blocks]
+    def uses(self, shortener: PromptShortener) -> list[Slot]:
+        """List the slots of a shortener."""
+        return [one for one in (self.base, *self.blocks) if one.shortener is shortener]
 
     def leave(self) -> None:
         """Take the replaced methods off the model if nothing needs them any more."""
@@ -136,9 +131,8 @@ class ModelPatch:
     def _shortener_for(self, call: dict[str, Any]) -> PromptShortener | None:
         """Return what merges a call's images in this thread; None if it has none or nothing merges.
 
-        Raises:
-            RuntimeError: no merging belongs to this thread while another thread's block is open.
-            ValueError: nothing merges, but the call's cache holds merged prompts.
+        Raise an error if no merging belongs to this thread while another thread's block is open, or
+        if nothing merges, but the call's cache holds merged prompts.
         """
         shortener = None
         if has_images(call):
@@ -188,11 +182,7 @@ def patch_on(module: nn.Module, name: str = "forward") -> ModelPatch | None:
 
 
 def attach(shortener: PromptShortener) -> None:
-    """Use `shortener` from now on: in the block that this thread is in, or else for all threads.
-
-    Raises:
-        ValueError: another tool has replaced `forward` or `generate`.
-    """
+    """Use `shortener` from now on: in the block that this thread is in, or else for all threads."""
     with _CHANGES:
         _placed(shortener.model).slot.shortener = shortener
 
@@ -207,9 +197,8 @@ def detach(module: nn.Module, shortener: PromptShortener | None = None) -> None:
     if patch is None:
         return
     with _CHANGES:
-        for slot in [patch.slot] if shortener is None else patch.slots:
-            if shortener is None or slot.shortener is shortener:
-                slot.shortener = None
+        for slot in [patch.slot] if shortener is None else patch.uses(shortener):
+            slot.shortener = None
         patch.leave()
 
 

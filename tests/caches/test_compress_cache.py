@@ -293,11 +293,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {**SHAPE, "sliding_window": 8},
         "expected layers that attend to all tokens, got sliding windows",
     ),
-    (
-        "FalconH1ForCausalLM",
-        {**SHAPE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-        "only keys and values, got FalconH1ForCausalLM with a Li",
-    ),
 ]
 
 
@@ -352,7 +347,7 @@ def test_other_caches_and_kernels_are_refused() -> None:
     for cache, message in (
         (
             StaticCache(config=model.config, max_cache_len=64),
-            "a DynamicCache, got StaticCache with",
+            "a DynamicCache of layers that cache only keys and values, got StaticCache with",
         ),
         (offloaded, r"one that stays on its device, got DynamicCache\(offloading=True\)"),
     ):
@@ -361,6 +356,13 @@ def test_other_caches_and_kernels_are_refused() -> None:
             pytest.raises(ValueError, match=f"cache: expected {message}"),
         ):
             model(ids, **with_cache(model, cache))
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    falcon: Any = _other("FalconH1ForCausalLM", **SHAPE, **sizes)
+    with (
+        compress_cache(falcon, 0.5),
+        pytest.raises(ValueError, match="only keys and values, got DynamicCache with a Li"),
+    ):
+        falcon(ids)
     static = StaticCache(config=model.config, max_cache_len=64)
     with torch.no_grad(), compress_cache(model, 0.5) as handle:
         handle.keep = 1  # caches stay as they are, of any kind
