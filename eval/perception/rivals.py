@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.perception.apply_encoder import encoder_restored
-from mame_sd.perception.counts import width_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.merged_block import MergedBlock
+from mame_sd.perception.report import width_of
 from mame_sd.runs.merging import NotApplicable
 
 from .rules import BlockTokens, Rule

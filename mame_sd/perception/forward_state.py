@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from mame_sd.compat import IMPLEMENTATION, outside_old_graphs, parameters_of
 from mame_sd.core.paper import Plan
-from mame_sd.perception.counts import CONVOLUTIONS
 from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan
+from mame_sd.perception.report import CONVOLUTIONS
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 

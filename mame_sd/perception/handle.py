@@ -12,13 +12,17 @@ from torch import nn
 from mame_sd.config import MaMeConfig, read_config
 from mame_sd.core.paper import Plan
 from mame_sd.handle import Handle
-from mame_sd.perception.counts import BlockCounts, around_blocks
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
 from mame_sd.perception.hooks import Placed, check_free, observed_by, ours_on, put, take, take_all
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
-from mame_sd.perception.report import EncoderReport, block_reports
+from mame_sd.perception.report import (
+    BlockCounts,
+    EncoderReport,
+    around_blocks,
+    block_reports,
+)
 from mame_sd.perception.settings import FIRST, changed, chosen_blocks, configs_of, is_paper
 from mame_sd.report import device_of
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
-from mame_sd.perception.counts import BlockCounts, weights_of, width_of
 from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.forward_state import Forward, ForwardState
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan, plan_block
+from mame_sd.perception.report import BlockCounts, weights_of, width_of
 
 MIN_TOKENS = 2  # blocks with fewer patches don't merge
 UNKNOWN = "height and width unknown: destinations are every second token"
