@@ -32,8 +32,7 @@ class Encoder:
         mlp: paths of the modules of the MLP branch, in order.
         num_prefix_tokens: number of tokens before the patches (class, distillation, register
             tokens), or a function that returns it for a model.
-        keys: path of the projection to keys in a block, for `feature`. If None, keys can't be
-            compared.
+        keys: path of the projection to keys in a block. If None, tokens are compared, not keys.
         joined: True if that projection returns queries, keys and values side by side.
         mask: name of the attention's argument for a mask.
         attend: computes attention with an additive mask [B, 1, 1, L], for attention modules without

@@ -140,8 +140,8 @@ def block_reports(
     for number, (name, block) in enumerate(blocks.items()):
         count = counts.get(number)
         *_, kept, kept_squares, merging = (tokens, squares, 0) if count is None else count.totals()
-        flops = flops_of(block, spec, tokens, squares, kept) + merging
-        totals = (tokens, kept, flops_of(block, spec, *whole), flops, merging)
+        flops = _flops_of(block, spec, tokens, squares, kept) + merging
+        totals = (tokens, kept, _flops_of(block, spec, *whole), flops, merging)
         means = dict(zip(_MEANS, (total / max(calls, 1) for total in totals), strict=True))
         note = "" if count is None else count.note
         rows.append(BlockReport(name=name, **means, merged=count is not None, note=note))
@@ -149,16 +149,8 @@ def block_reports(
     return tuple(rows), calls
 
 
-def flops_of(block: nn.Module, spec: Encoder, tokens: int, squares: int, kept: int) -> int:
-    """Return the multiply-adds of calls of a block, with its modules as they are now.
-
-    Args:
-        block: the block.
-        spec: the description of its modules.
-        tokens: sum of tokens over calls.
-        squares: sum of their squares.
-        kept: sum of the tokens that reach the MLP.
-    """
+def _flops_of(block: nn.Module, spec: Encoder, tokens: int, squares: int, kept: int) -> int:
+    """Return the multiply-adds of calls of a block, of which `kept` tokens reach the MLP."""
     attention = sum(weights_of(block.get_submodule(part)) for part in spec.attention)
     mlp = sum(weights_of(block.get_submodule(part)) for part in spec.mlp)
     return attention * tokens + 2 * width_of(block, spec) * squares + mlp * kept
