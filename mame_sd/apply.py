@@ -6,7 +6,6 @@ belongs to. Only then that module's libraries are imported.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -53,12 +52,10 @@ def apply_mame(
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: nothing in `target` can merge, or the settings are wrong.
-
-    Warns:
-        UserWarning: a vision transformer is to merge so much that a smaller image is more exact.
     """
     apply = _room_of(target, fields)
-    return _advised(apply(target, read_config(config), **fields), 3)
+    handle: Any = apply(target, read_config(config), **fields)
+    return handle
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
@@ -110,13 +107,6 @@ def _room_of(target: Any, fields: dict[str, Any]) -> Callable[..., Handle[Any]]:
     from mame_sd.perception.apply_encoder import apply_encoder
 
     return apply_encoder
-
-
-def _advised(handle: Handle[Any], stacklevel: int) -> Any:
-    """Return the handle, with a warning if a smaller image is more exact than so much merging."""
-    if advice := handle.advice():
-        warnings.warn(advice, UserWarning, stacklevel=stacklevel)
-    return handle
 
 
 def _reads_images(target: Any) -> bool:

@@ -57,10 +57,6 @@ class Handle(ABC, Generic[Settings]):
     def reset(self) -> None:
         """Set all counters to zero."""
 
-    def advice(self) -> str:
-        """Return advice for settings that merge too much. Empty if there is none."""
-        return ""
-
     @abstractmethod
     def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> Settings:
         """Return the settings with these changes, or raise ValueError; change nothing."""

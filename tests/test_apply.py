@@ -6,6 +6,7 @@ import copy
 import io
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -85,12 +86,13 @@ def test_a_unet_beside_an_image_encoder_is_what_merges() -> None:
 def test_a_whole_module_is_saved_with_its_merging() -> None:
     row = VIT
     encoder, unet = row.build(), tiny_unet()
-    for model, call in (
-        (encoder, lambda one: one(**row.batch()).logits),
-        (unet, run_unet),
-    ):
+    cases: tuple[Any, ...] = (
+        (encoder, lambda one: one(**row.batch()).logits, {}),
+        (unet, run_unet, {"min_tokens": 16}),
+    )
+    for model, call, fields in cases:
         plain = call(model)
-        apply_mame(model, keep=0.5, min_tokens=16)
+        apply_mame(model, keep=0.5, **fields)
         merged, file = call(model), io.BytesIO()
         torch.save(model, file)
         file.seek(0)

@@ -67,9 +67,9 @@ class Meter:
         self, prompt: Sequence[int], cache: DynamicCache | None = None
     ) -> Sequence[CacheView]:
         """Run a prompt once after the tokens of a cache; return the caches of all layers."""
-        self.handle.compressing = True
+        self.handle.keep = 0.5
         self._call(prompt, DynamicCache() if cache is None else cache, logits_to_keep=1)
-        self.handle.compressing = False
+        self.handle.keep = 1
         return self.recorder.views
 
     @torch.no_grad()

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd.core.paper import Plan, plan_tokens
-from mame_sd.perception.counts import width_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.merged_block import MergedBlock
+from mame_sd.perception.report import width_of
 from mame_sd.runs.merging import NotApplicable
 
 from .rules import BlockTokens, Rule
@@ -76,7 +76,7 @@ class RivalBlock(MergedBlock):
         if self.shared.capturing and reduced.kept is not None:
             self.shared.keep(self.number, cast(Any, reduced))  # its `kept` is that of a plan
         if self.shared.now.counting:
-            self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
+            self.counts.count_call(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
 
 

@@ -30,11 +30,7 @@ class Attention:
     sliding: bool  # attends to a window only, so that its cache is short anyway
 
     def project(self, hidden_states: Tensor, which: str = "q") -> Tensor:
-        """Compute queries or keys of the layer's input, not rotated.
-
-        Args:
-            hidden_states: the layer's input, [B, N, C].
-            which: "q" for queries, "k" for keys.
+        """Compute queries ("q") or keys ("k") of the layer's input [B, N, C], not rotated.
 
         Returns:
             [B, H, N, D].
@@ -86,10 +82,7 @@ class Attention:
 
         The trial compares the keys that the layer gives its cache and the queries that it attends
         by with those that this class computes, and checks that the layer adds masks of numbers to
-        its logits.
-
-        Raises:
-            ValueError: they differ.
+        its logits. If not, it raises ValueError.
         """
         keys: list[Tensor] = []
         queries, places = _Queries(), torch.tensor([[0, 3, 11]], device="cpu")
@@ -141,10 +134,7 @@ class Attention:
 def _adds_masks(run: Callable[[Tensor], Tensor], heads: int, hidden: Tensor) -> bool:
     """Return True if attention adds a mask of numbers to its logits, as biases of keys need.
 
-    Args:
-        run: returns the last token's output [1, C] under a mask [1, H, 3, 3].
-        heads: H.
-        hidden: a tensor with the mask's dtype and device.
+    `run` returns the last token's output [1, C] under a mask [1, `heads`, 3, 3].
     """
 
     def under(*numbers: float) -> Tensor:
@@ -182,12 +172,7 @@ def _near(computed: Tensor, wanted: Tensor) -> bool:
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
-    """Find the self-attention layers of a decoder that can be compressed, in order.
-
-    Raises:
-        TypeError: it isn't a transformers model.
-        ValueError: no layer has a KV cache, or an attention is unknown or can't take a mask.
-    """
+    """Find the self-attention layers of a decoder in order, or raise an error if one is unknown."""
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None:
         raise TypeError(

@@ -6,7 +6,7 @@ same model are refused unless they are in a block of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from mame_sd import compat
 from mame_sd.caches.attention import Attention, attention_layers
@@ -24,61 +24,7 @@ from mame_sd.caches.selection import ScoredLayer, Selection, token_bytes
 from mame_sd.caches.view import CacheView
 from mame_sd.report import LayerTokens, NothingMergedError, Report, counted
 
-_RUNNING: ContextVar[tuple[_Work, ...]] = ContextVar("_RUNNING", default=())
-
-
-class CacheHandle:
-    """What `compress_cache` did.
-
-    Attributes:
-        layers: indices of the compressed layers.
-        passed_by: indices of layers that aren't compressed because they attend to a window only.
-        tokens: for each compressed layer, the tokens seen and the mean number of keys per head that
-            stayed, at the last compression.
-        bytes: for each compressed layer, its bytes before and after the last compression.
-    """
-
-    def __init__(self, keep: float, layers: Sequence[int], passed_by: Sequence[int]) -> None:
-        self.keep = keep
-        self.layers, self.passed_by = tuple(layers), tuple(passed_by)
-        self.tokens: dict[int, tuple[int, float]] = {}
-        self.bytes: dict[int, tuple[int, int]] = {}
-        self._compressing = True
-
-    @property
-    def keep(self) -> float:
-        """Return the share of the bytes that stays. A new value applies to later prompts."""
-        return self._keep
-
-    @keep.setter
-    def keep(self, value: float) -> None:
-        check_keep(value)
-        self._keep = float(value)
-
-    @property
-    def compressing(self) -> bool:
-        """Return False if caches stay as they are, as while a text is scored after a prompt."""
-        return self._compressing
-
-    @compressing.setter
-    def compressing(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"compressing: expected True or False, got {value!r}")
-        self._compressing = value
-
-    @property
-    def idle(self) -> bool:
-        """Return True if prompts leave their caches as they are."""
-        return self.keep == 1 or not self.compressing
-
-    def report(self) -> CacheReport:
-        """Return the keys and bytes of the last compression."""
-        layers = tuple(
-            LayerTokens(name=f"layer {index}", tokens_in=seen, tokens_kept=kept)
-            for index, (seen, kept) in self.tokens.items()
-        )
-        before, after = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
-        return CacheReport(layers, self.keep, before, after, self.passed_by)
+_RUNNING: ContextVar[tuple[CacheHandle, ...]] = ContextVar("_RUNNING", default=())
 
 
 @dataclass(frozen=True)
@@ -87,14 +33,12 @@ class CacheReport(Report):
 
     Attributes:
         layers: keys seen and the mean number of keys per head that stayed, by compressed layer.
-        keep: share of the bytes that stays.
         bytes_before: bytes of these layers before.
         bytes_after: their bytes after.
         passed_by: indices of layers that aren't compressed because they attend to a window only.
     """
 
     layers: tuple[LayerTokens, ...]
-    keep: float
     bytes_before: int
     bytes_after: int
     passed_by: tuple[int, ...]
@@ -105,7 +49,7 @@ class CacheReport(Report):
 
     def __str__(self) -> str:
         if not self.layers:
-            lines = [f"keep={self.keep}: nothing was compressed"]
+            lines = ["nothing was compressed"]
         else:
             seen = max(layer.tokens_in for layer in self.layers)
             kept = sum(layer.tokens_kept for layer in self.layers) / len(self.layers)
@@ -120,12 +64,6 @@ class CacheReport(Report):
                 f" {', '.join(map(str, self.passed_by))}"
             )
         return "\n".join(lines)
-
-
-def check_keep(keep: Any) -> None:
-    """Raise ValueError if `keep` isn't a share in (0, 1]."""
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
 
 
 @contextmanager
@@ -158,7 +96,6 @@ def compress_cache(
             compressed.
     """
     compat.require("transformers")
-    check_keep(keep)
     chosen = method if isinstance(method, Selection) else Selection(method)
     every = attention_layers(model)
     config = getattr(model, "generation_config", None)
@@ -170,47 +107,28 @@ def compress_cache(
             "prompt_lookup_num_tokens: expected none inside compress_cache, whose caches can't give"
             " tokens back, got it; generate without it"
         )
-    layers = {id(layer.module): layer for layer in every if not layer.sliding}
-    if not layers:
+    if all(layer.sliding for layer in every):
         raise ValueError(
             "model: expected layers that attend to all tokens, got sliding windows only, whose"
             " caches are short already"
         )
-    _check_kind(model, layers)
+    handle = CacheHandle(type(model).__name__, every, keep, chosen)
     running = _RUNNING.get()
-    if any(work.live and work.layers.keys() & layers.keys() for work in running):
+    if any(one._live and one._layers.keys() & handle._layers.keys() for one in running):
         raise ValueError("model: its cache is compressed already; leave that compress_cache first")
-    handle = CacheHandle(
-        keep,
-        [layer.index for layer in layers.values()],
-        [layer.index for layer in every if layer.sliding],
-    )
-    work = _Work(type(model).__name__, layers, chosen, handle)
-    _RUNNING.set((*running, work))
+    _RUNNING.set((*running, handle))
     try:
-        work.install()
+        handle._install()
         yield handle
-        if work.ran and not handle.tokens:
+        if handle._ran and not handle.report().layers:
             raise NothingMergedError(
-                f"expected forwards to compress the cache, but {work.ran} of several tokens ran and"
-                " no layer was: give them use_cache=True and a DynamicCache, or leave out"
+                f"expected forwards to compress the cache, but {handle._ran} of several tokens ran"
+                " and no layer was: give them use_cache=True and a DynamicCache, or leave out"
                 " compress_cache"
             )
     finally:
-        work.remove()
-        _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
-
-
-def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
-    """Raise ValueError for a model whose own cache holds more than keys and values in a layer."""
-    made = DynamicCache(config=model.config).layers
-    for layer in layers.values():
-        kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
-        if kind is not DynamicLayer:
-            raise ValueError(
-                "model: expected layers that cache only keys and values, got"
-                f" {type(model).__name__} with a {kind.__name__}; leave compress_cache out"
-            )
+        handle._remove()
+        _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not handle))
 
 
 @dataclass
@@ -225,11 +143,8 @@ class _Forward:
 class _Hook:
     """A hook on one layer of a model; on copies of the model it does nothing.
 
-    Args:
-        call: what it calls.
-        count: number of the hook's arguments, keywords included. If another thread adds or removes
-            a hook during a forward, torch omits the keyword arguments; the call belongs to no block
-            of ours then and is ignored.
+    If another thread adds or removes a hook during a forward, torch omits the keyword arguments, so
+    that there are fewer than `count`. The call belongs to no block of ours then and is ignored.
     """
 
     def __init__(self, call: Any = None, count: int = 0) -> None:
@@ -242,44 +157,67 @@ class _Hook:
         return _Hook, ()
 
 
-@dataclass(eq=False)
-class _Work:
-    """The hooks of one `compress_cache`."""
+class CacheHandle:
+    """The hooks of one `compress_cache` block, with the share that it keeps and its report.
 
-    name: str  # the model's class
-    layers: dict[int, Attention]  # by id of their modules
-    method: Selection
-    handle: CacheHandle
-    forwards: WeakKeyDictionary[Cache, _Forward] = field(default_factory=WeakKeyDictionary)
-    hooks: list[Any] = field(default_factory=list)
-    live: bool = True
-    ran: int = 0  # forwards of several tokens
+    Args:
+        name: the model's class.
+        every: its attention layers; those with a sliding window are not compressed.
+        keep: share of the bytes that stays.
+        method: chooses keys and fits their values.
+    """
 
-    def __post_init__(self) -> None:
-        modules = list(self.layers)
-        self.first, self.last = modules[0], modules[-1]
+    def __init__(self, name: str, every: list[Attention], keep: float, method: Selection) -> None:
+        self.keep, self._name, self._method = keep, name, method
+        self._layers = {id(layer.module): layer for layer in every if not layer.sliding}
+        modules = list(self._layers)
+        self._first, self._last = modules[0], modules[-1]
+        passed_by = tuple(layer.index for layer in every if layer.sliding)
+        self._report = CacheReport((), 0, 0, passed_by)
+        self._forwards: WeakKeyDictionary[Cache, _Forward] = WeakKeyDictionary()
+        self._hooks: list[Any] = []
+        self._live = True
+        self._ran = 0  # forwards of several tokens
 
-    def install(self) -> None:
-        for layer in self.layers.values():
+    @property
+    def keep(self) -> float:
+        """Return the share of the bytes that stays.
+
+        A new value applies to later prompts; 1 leaves their caches as they are.
+        """
+        return self._keep
+
+    @keep.setter
+    def keep(self, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ValueError(f"keep: expected a share above 0 and at most 1, got {value!r}")
+        self._keep = float(value)
+
+    def report(self) -> CacheReport:
+        """Return the keys and bytes of the last compression."""
+        return self._report
+
+    def _install(self) -> None:
+        for layer in self._layers.values():
             before, after = _Hook(self._before, 3), _Hook(self._after, 4)
-            self.hooks.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
-            self.hooks.append(layer.module.register_forward_hook(after, with_kwargs=True))
+            self._hooks.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(layer.module.register_forward_hook(after, with_kwargs=True))
 
-    def remove(self) -> None:
-        self.live = False
-        for hook in self.hooks:
+    def _remove(self) -> None:
+        self._live = False
+        for hook in self._hooks:
             hook.remove()
 
     def _acts(self) -> bool:
-        return self.live and any(work is self for work in _RUNNING.get())
+        return self._live and any(one is self for one in _RUNNING.get())
 
     def _refuse(self, module: Any, tokens: int) -> None:
         """Raise RuntimeError for a prompt from a thread that has no block on this model."""
-        others = any(work.live and id(module) in work.layers for work in _RUNNING.get())
-        if self.live and tokens > 1 and not others and not self.handle.idle:
+        others = any(one._live and id(module) in one._layers for one in _RUNNING.get())
+        if self._live and tokens > 1 and not others and self.keep < 1:
             raise RuntimeError(
                 "expected prompts from a thread whose own compress_cache block is open, got one"
-                f" from another while one compresses caches of this {self.name}: enter a block in"
+                f" from another while one compresses caches of this {self._name}: enter a block in"
                 " each thread, or start it by contextvars.copy_context().run"
             )
 
@@ -294,9 +232,9 @@ class _Work:
             self._refuse(module, hidden.shape[1])
             return None
         mask = kwargs.get("attention_mask")
-        if id(module) == self.first:
-            self.forwards[cache] = _Forward(mask)
-        layer = _layer_of(cache, module.layer_idx, not self.handle.idle)
+        if id(module) == self._first:
+            self._forwards[cache] = _Forward(mask)
+        layer = _layer_of(cache, module.layer_idx, self.keep < 1)
         if isinstance(layer, CompressedLayer) and layer.compressed:
             heads = module.config.num_attention_heads
             kwargs["attention_mask"] = layer.mask(mask, hidden.shape[1], heads, hidden.dtype)
@@ -306,35 +244,37 @@ class _Work:
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Score a layer's keys after several tokens; compress all layers after the last one."""
         cache, hidden = compat.cache_in(kwargs), _input_of(args, kwargs)
-        if not self._acts() or self.handle.idle or hidden.shape[1] == 1:
+        if not self._acts() or self.keep == 1 or hidden.shape[1] == 1:
             return
-        self.ran += id(module) == self.first
+        self._ran += id(module) == self._first
         layer = None if cache is None else _layer_of(cache, module.layer_idx)
         if layer is None:
             return
-        forward = self.forwards[cache]
-        view = _view(self.layers[id(module)], layer, hidden, forward.mask, kwargs)
-        scored_layer = self.method.score_layer(view, self.handle.keep)
+        forward = self._forwards[cache]
+        view = _view(self._layers[id(module)], layer, hidden, forward.mask, kwargs)
+        scored_layer = self._method.score_layer(view, self.keep)
         # An empty tensor releases the layer's input, which a slice of it would keep.
         empty = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
         forward.waiting[view.layer] = replace(view, hidden_states=empty), scored_layer
-        if id(module) == self.last:
-            self._shorten(cache, self.forwards.pop(cache).waiting)
+        if id(module) == self._last:
+            self._shorten(cache, self._forwards.pop(cache).waiting)
 
     def _shorten(self, cache: Cache, waiting: dict[int, tuple[CacheView, ScoredLayer]]) -> None:
         """Compress all layers one by one, and release the full cache of each."""
         views, scored = zip(*waiting.values(), strict=True)
-        lengths = self.method.lengths(views, scored, self.handle.keep)
+        lengths = self._method.lengths(views, scored, self.keep)
         del views, scored
-        tokens, held = {}, {}
+        layers, before, after = [], 0, 0
         for index, length in zip(list(waiting), lengths, strict=True):
             view, scored_layer = waiting.pop(index)
-            kept = self.method.shorten(view, scored_layer, length.to(view.keys.device))
+            kept = self._method.shorten(view, scored_layer, length.to(view.keys.device))
             layer = cache.layers[index] = CompressedLayer(kept, view.seen)
-            tokens[index] = view.seen, float(kept.real_keys().sum() / kept.slots[..., 0].numel())
-            full = token_bytes(view) * view.seen * view.keys.shape[0]
-            held[index] = full, layer.nbytes
-        self.handle.tokens, self.handle.bytes = tokens, held
+            stay = float(kept.real_keys().sum() / kept.slots[..., 0].numel())
+            layers.append(LayerTokens(name=f"layer {index}", tokens_in=view.seen, tokens_kept=stay))
+            before += token_bytes(view) * view.seen * view.keys.shape[0]
+            after += layer.nbytes
+        passed_by = self._report.passed_by
+        self._report = CacheReport(tuple(layers), before, after, passed_by)
 
 
 def _view(
@@ -398,10 +338,7 @@ def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
-    """Return one layer of a cache, or None if it doesn't exist yet.
-
-    If `compressing`, refuse a cache that can't be compressed.
-    """
+    """Return one layer of a cache, or None; if `compressing`, refuse unknown kinds of caches."""
     layers, name = getattr(cache, "layers", None), type(cache).__name__
     if layers is None:
         raise ValueError(f"cache: expected a DynamicCache, got {name}")
@@ -413,7 +350,8 @@ def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
     layer = layers[index] if index < len(layers) else None
     if compressing and type(layer) not in (type(None), DynamicLayer, CompressedLayer):
         raise ValueError(
-            f"cache: expected a DynamicCache, got {name} with a {type(layer).__name__}; leave"
-            " cache_implementation out"
+            "cache: expected a DynamicCache of layers that cache only keys and values, got"
+            f" {name} with a {type(layer).__name__}; leave cache_implementation or compress_cache"
+            " out"
         )
     return layer

@@ -28,16 +28,6 @@ class Kept:
     bias: Tensor | None = None  # [B, H, K], added to every query's logits; None is 0
     real: Tensor | None = None  # bool [B, H, K]: False at padding; None: all are real
 
-    def __post_init__(self) -> None:
-        shape = self.keys.shape[:3]
-        for name in _PARTS:
-            part = getattr(self, name)
-            if part is not None and part.shape[:3] != shape:
-                raise ValueError(
-                    f"{name}: expected [B, H, K] = {list(shape)} as keys have, got"
-                    f" {list(part.shape[:3])}"
-                )
-
     def real_keys(self) -> Tensor:
         """Return the slots that hold a key, bool [B, H, K]."""
         return torch.ones_like(self.slots, dtype=torch.bool) if self.real is None else self.real
@@ -75,8 +65,7 @@ class CompressedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, H, n, D], and return all that the layer holds.
 
-        Raises:
-            ValueError: called outside of compress_cache, where nothing masks the removed keys.
+        Raise ValueError outside of compress_cache, where nothing masks the removed keys.
         """
         new = key_states.shape[-2]
         if self.compressed:
@@ -148,12 +137,7 @@ class CompressedLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens, which must have come after the compression.
 
-        Args:
-            tokens_to_remove: if negative, the number of tokens to remove; if positive, the number
-                of tokens of the sequence that stay.
-
-        Raises:
-            ValueError: compressed tokens would be removed, which can't be restored.
+        If `tokens_to_remove` is positive, it is the number of tokens of the sequence that stay.
         """
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
         later = self.seen - self.compressed

@@ -1,32 +1,31 @@
 """Choose the keys that stay: their scores, the length of each layer, and fitted values.
 
-Your own method needs one function:
-
-    class Newest:
-        def score(self, view):
-            return view.slots.float()            # [B, h, L], one number for each key
-
-    with compress_cache(model, keep=0.5, method=Newest()): ...
+Values and a bias are fitted so that attention gives what it gave over all keys. As in Attention
+Matching (arXiv 2602.16284), first the mass, then the values are fitted by least squares over
+reference queries. Here these are the prompt's own queries, moved to future positions, and both fits
+are ridge regressions towards what the keys had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.layer import Kept
 from mame_sd.caches.view import CacheView
+from mame_sd.core.fit import solve_ridge, within
 
 SINKS, RECENT = 4, 32  # first and newest tokens that stay in every head
 FLOOR = 0.2  # smallest length of a layer, relative to an equal share
 SCORING = 1024  # largest number of the prompt's queries that score keys
 COUNT, AHEAD = 192, 128  # queries that values are fitted to; positions that they are spread over
 SLOT = 4  # bytes of a kept key's slot
+RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # relative to the mean diagonal of the normal equations
+LEAST, MOST_MASS = 1e-2, 1e2  # limits of the factor on a key's mass
 MOST = 1e30  # scores are clamped to it, so that sums over heads are finite
 
 
@@ -73,12 +72,8 @@ class Selection:
     def score_layer(self, view: CacheView, keep: float) -> ScoredLayer:
         """Score the keys of a layer, and choose the queries that its values will be fitted to."""
         method = self.method
-        moved, valid = view.future_queries(SCORING if method is None else COUNT, AHEAD)
-        if method is None:
-            scores = future_attention(view, moved, valid)
-            moved, valid = _fewer(moved, valid)
-        else:
-            scores = method.score(view)
+        moved, valid = view.future_queries(SCORING, AHEAD)
+        scores = future_attention(view, moved, valid) if method is None else method.score(view)
         real = isinstance(scores, Tensor) and not scores.is_complex()
         if not real or scores.shape != view.slots.shape:
             got = list(scores.shape) if real else type(scores).__name__
@@ -86,7 +81,7 @@ class Selection:
                 f"{type(method).__name__}.score: expected a number for each key,"
                 f" {list(view.slots.shape)}, got {got}"
             )
-        return ScoredLayer(with_fixed_keys(scores, view, keep), moved, valid)
+        return ScoredLayer(with_fixed_keys(scores, view, keep), *_fewer(moved, valid))
 
     def lengths(
         self, views: Sequence[CacheView], scored: Sequence[ScoredLayer], keep: float
@@ -233,3 +228,59 @@ def gather_keys(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, 
         None if bool(real.all()) else real.expand(place.shape),
     )
     return kept, place
+
+
+def with_fitted_values(
+    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, valid: Tensor
+) -> Kept:
+    """Return `kept` with fitted values and biases.
+
+    Args:
+        view: the layer's whole cache.
+        kept: the keys that stay.
+        place: LongTensor [B, h, K], the index of each kept key in `view`.
+        queries: reference queries, rotated, [B, H, N, D].
+        valid: bool [B, N], False for queries at padding.
+    """
+    g = queries.shape[1] // place.shape[1]  # heads of queries per head of keys
+    parts = [
+        _fit_head(view.head(i), kept.head(i), place[:, i], queries[:, i * g : (i + 1) * g], valid)
+        for i in range(place.shape[1])
+    ]
+    values = torch.stack([v for v, _ in parts], 1).to(kept.values.dtype)
+    bias = torch.stack([b for _, b in parts], 1).to(kept.values.dtype)
+    return replace(kept, values=values, bias=bias if kept.bias is None else kept.bias + bias)
+
+
+def _fit_head(
+    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fit one head of keys; arguments as `with_fitted_values` has them.
+
+    Returns:
+        Values [B, K, D], and what is added to the bias [B, K].
+    """
+    g = queries.shape[1]
+    logits = view.logits(queries)[:, 0].flatten(1, 2)  # [B, G N, L]
+    weight = valid.repeat(1, g).unsqueeze(-1).to(logits.dtype)
+    at = place.unsqueeze(1).expand(-1, logits.shape[1], -1)
+    everything = logits.softmax(-1)
+    if view.real is not None:
+        everything = everything.nan_to_num()
+    target = everything @ view.values[:, 0].to(logits.dtype)
+    share = everything.gather(2, at) * weight  # each kept key's share of all attention
+    count = torch.full((place.shape[0],), place.shape[1], device=place.device)
+    if kept.real is not None:
+        share = share.masked_fill(~kept.real, 0)
+        count = kept.real[:, 0].sum(-1).clamp(min=1)
+    mass = weight - share.sum(-1, keepdim=True)
+    # Half of the queries are enough.
+    a, b = (t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass))
+    change = solve_ridge(a, b, RIDGE_MASS, count).squeeze(-1)
+    bias = (1 + change).clamp(LEAST, MOST_MASS).log()
+    attention = share * bias.exp().unsqueeze(1)
+    attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
+    start = kept.values[:, 0].to(logits.dtype)
+    lacking = target * weight - attention @ start
+    values = solve_ridge(attention, lacking, RIDGE_VALUES, count, start=start)
+    return within(values, view.values[:, 0]), bias

@@ -36,7 +36,7 @@ def apply_captioner(
     their order and positions. `remove_captioner` ends it.
 
     Args:
-        target: a model that contains one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
+        target: a model that contains one LLaVA, Qwen2-VL or Qwen2.5-VL.
         config: settings, of which only `keep` may be set.
         fields: `keep`, the share of the visual tokens that the language model reads, .25 by
             default.

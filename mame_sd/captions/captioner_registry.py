@@ -1,8 +1,7 @@
 """List the captioners that merge: an image's features in each, and their places in a prompt.
 
-LLaVA returns one feature for each patch of its tower. LLaVA-NeXT returns those of a small image and
-of its tiles, row by row, without the tiles' padding, and adds a token after each row. Qwen-VL
-returns one feature for 2 x 2 patches, with three positions each.
+LLaVA returns one feature for each patch of its tower, Qwen-VL one for 2 x 2 patches, with three
+positions each.
 """
 
 from __future__ import annotations
@@ -10,23 +9,19 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.prompts import Image
 from mame_sd.refused import CAPTIONERS
 
-LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
+LLAVA = ("LlavaForConditionalGeneration",)
 QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 KNOWN = (*LLAVA, *QWEN)
-_TOWER = ("model.vision_tower", "model.multi_modal_projector")
 PARTS = {  # the parts of each model that merging calls or reads
-    LLAVA[0]: _TOWER,
-    LLAVA[1]: (*_TOWER, "model.image_newline", "model.pack_image_features"),
+    LLAVA[0]: ("model.vision_tower", "model.multi_modal_projector"),
     **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
 }
-LINE = -1  # index of a token for a new line
 
 
 def name_of(target: Any) -> str | None:
@@ -54,11 +49,7 @@ def reader_in(target: Any) -> nn.Module | None:
 
 
 def layer_of(model: Any) -> int:
-    """Return the number of tower blocks before the hidden state that the language model reads.
-
-    Raises:
-        ValueError: it reads several hidden states.
-    """
+    """Return the number of tower blocks before the hidden state that the language model reads."""
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):
         raise ValueError(
@@ -74,8 +65,8 @@ def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
 
     Args:
         model: a model of a registered class.
-        inputs: `pixel_values`; for Qwen-VL also `image_grid_thw`, for LLaVA-NeXT `image_sizes`.
-        keep: share of an image's tokens that stays. LLaVA-NeXT's tokens for new lines all stay.
+        inputs: `pixel_values`; for Qwen-VL also `image_grid_thw`.
+        keep: share of an image's tokens that stays.
 
     Returns:
         One `Image` per image of the call.
@@ -86,38 +77,18 @@ def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
         ).pooler_output
         alone = [(merged(features[None], None, keep), len(features)) for features in seen]
         return [Image(kept[0], stay[0], length) for (kept, stay), length in alone]
-    single = name_of(model) == LLAVA[0]
-    tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
-    output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
+    pixels = inputs["pixel_values"]
+    output = model.model.vision_tower(pixels, output_hidden_states=True, return_dict=True)
     skip = int(model.config.vision_feature_select_strategy == "default")
     states = output.hidden_states[layer_of(model)][:, skip:]
-    features = model.model.multi_modal_projector(states)
-    numbers = torch.arange(states[..., 0].numel(), device=states.device).view(states.shape[:2])
-    spots = list(numbers)  # by image: the indices of its features
-    if not single:  # the model lays out the indices as it would lay out the features
-        indices = numbers.unsqueeze(-1).double().split([*map(len, tiles)])
-        strategy, line = model.config.vision_feature_select_strategy, indices[0].new_tensor([LINE])
-        laid = model.model.pack_image_features(indices, inputs["image_sizes"], strategy, line)[0]
-        spots = [one.flatten().long() for one in laid]
-    flat, like = features.flatten(0, 1), states.flatten(0, 1)
-    images: dict[int, Image] = {}
-    for some in _alike([int((spot != LINE).sum()) for spot in spots]):
-        free = torch.stack([spots[n][spots[n] != LINE] for n in some])  # [B, L]
-        joined = merged(flat[free], like[free], keep)
-        for n, kept, stay in zip(some, *joined, strict=True):
-            images[n] = _with_lines(model, spots[n], kept, stay)
-    return [images[n] for n in range(len(spots))]
+    joined = merged(model.model.multi_modal_projector(states), states, keep)
+    return [Image(kept, stay, states.shape[1]) for kept, stay in zip(*joined, strict=True)]
 
 
 def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
-    """Return the positions of a call's prompts.
+    """Return the positions of a call's prompts: its own, or [3, B, L] by time, row and column.
 
-    Returns:
-        The call's own positions, or [3, B, L] by time, row and column. None if the model has one
-        axis and the call has no positions.
-
-    Raises:
-        ValueError: the model needs to be told which tokens are image tokens, and isn't.
+    If the model has one axis and the call has no positions, return None.
     """
     positions: Tensor | None = call.get("position_ids")
     index = getattr(model.model, "get_rope_index", None)
@@ -132,47 +103,3 @@ def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
     if positions is None:
         positions = index(**{name: call[name] for name in names if name in call})[0]
     return positions
-
-
-def _alike(counts: list[int]) -> list[list[int]]:
-    """Group the images that have equal numbers of tokens."""
-    return [[n for n, other in enumerate(counts) if other == count] for count in {*counts}]
-
-
-def _with_lines(model: Any, spots: Tensor, features: Tensor, stay: Tensor) -> Image:
-    """Insert the model's tokens for new lines among the features of an image that stay.
-
-    Args:
-        model: a LLaVA-NeXT.
-        spots: for each of the image's tokens [L], its feature's index, or LINE for a new line.
-        features: features that stay, [k, C].
-        stay: their places [k] among the tokens that aren't new lines.
-    """
-    from accelerate.utils import align_module_device
-
-    lines = (spots == LINE).nonzero()[:, 0]
-    if not len(lines):
-        return Image(features, stay, len(spots))
-    places = torch.cat([(spots != LINE).nonzero()[:, 0][stay], lines])
-    order = places.argsort()
-    with align_module_device(model.model):  # it may be offloaded
-        new = model.model.image_newline[None].expand(len(lines), -1).to(features)
-    return Image(torch.cat([features, new])[order], places[order], len(spots))
-
-
-def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """Split a call's pixels into the tiles of each image, [n, 3, h, w], the small image first."""
-    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-    config, pixels = model.config, inputs["pixel_values"]
-    counts = [
-        image_size_to_num_patches(
-            image_size=size,
-            grid_pinpoints=config.image_grid_pinpoints,
-            patch_size=config.vision_config.image_size,
-        )
-        for size in inputs["image_sizes"]
-    ]
-    if pixels.dim() == 5:
-        return [tiles[:count] for tiles, count in zip(pixels, counts, strict=True)]
-    return list(pixels.split(counts))

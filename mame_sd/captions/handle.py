@@ -94,9 +94,8 @@ class CaptionHandle(Handle[MaMeConfig]):
     def install(self) -> None:
         """Put merging back after `remove`, or replace that of a later handle.
 
-        Raises:
-            ValueError: another tool has replaced `forward` or `generate`, or the vision tower
-                merges by itself.
+        Raise ValueError if another tool has replaced `forward` or `generate`, or the vision tower
+        merges by itself.
         """
         if has_encoder_hooks(self.model):
             raise ValueError(

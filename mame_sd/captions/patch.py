@@ -88,7 +88,7 @@ class ModelPatch:
             call["input_ids"] = call.pop("inputs")
         with torch.no_grad():
             seen = shortener.images({k: value for k, value in call.items() if value is not None})
-        call = {k: value for k, value in call.items() if k not in ("pixel_values", "image_sizes")}
+        del call["pixel_values"]
         token = int(self.model.config.image_token_id)
         rows = images_by_prompt(call["input_ids"], token, seen)
         with _CHANGES:

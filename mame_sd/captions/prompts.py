@@ -54,9 +54,6 @@ def shortened(ids: Tensor, mask: Tensor | None, token: int, images: list[Image])
         mask: [B, L], 0 at padding, or None if there is none.
         token: the id of image tokens.
         images: the images in the order of the prompts.
-
-    Raises:
-        ValueError: the prompts have another number of image tokens than the images.
     """
     slots, unmerged = ids == token, sum(image.unmerged for image in images)
     check_count(int(slots.sum()), images)
@@ -93,9 +90,6 @@ def images_by_prompt(ids: Tensor, token: int, images: list[Image]) -> list[list[
         ids: prompts as the processor wrote them, [B, L].
         token: the id of image tokens.
         images: the images in the order of the prompts.
-
-    Raises:
-        ValueError: the prompts have another number of image tokens than the images.
     """
     counts = (ids == token).sum(1).tolist()
     check_count(sum(counts), images)

@@ -37,10 +37,7 @@ _INSTEAD = {
 
 
 def tower_turn() -> AbstractContextManager[Any]:
-    """Return a lock that is held while images pass through a vision tower.
-
-    It allows one call at a time if the installed transformers can't run more.
-    """
+    """Return a lock for the vision tower, if the installed transformers runs one call at a time."""
     return nullcontext() if hidden_states_are_apart() else _TOWER
 
 
@@ -86,14 +83,11 @@ class Removed:
 
 
 class PromptShortener:
-    """Shorten the prompts in the calls of one model.
+    """Shorten the prompts in the calls of one model, unless `active` is False.
 
     Args:
         model: a model of a registered class.
         see: returns the merged images of a call that has `pixel_values`.
-
-    Attributes:
-        active: if False, calls run as without merging.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[dict[str, Any]], list[Image]]) -> None:
@@ -119,15 +113,12 @@ class PromptShortener:
     def forward(
         self, original: Forward, call: dict[str, Any], images: list[Image] | None = None
     ) -> Any:
-        """Run a call whose prompts contain images.
+        """Run a call whose prompts contain images; the cache records what was removed from them.
 
         Args:
             original: the model's own forward.
             call: its arguments by name.
             images: the merged images. If None, they are computed from the call's `pixel_values`.
-
-        Returns:
-            The output of `original` on shortened prompts; its cache records what was removed.
         """
         call = {name: value for name, value in call.items() if value is not None}
         call, removed = self.shorten(call, self.images(call) if images is None else images)
@@ -141,11 +132,7 @@ class PromptShortener:
         return output
 
     def shorten(self, call: dict[str, Any], images: list[Image]) -> tuple[dict[str, Any], Removed]:
-        """Replace a call's token ids by vectors, fewer of them.
-
-        Returns:
-            The new call, and what was removed from its prompts.
-        """
+        """Replace a call's token ids by fewer vectors; return also what was removed."""
         model: Any = self.model
         axes, call = axes_of(model, call), {**call}
         ids, mask = call.pop("input_ids"), call.get("attention_mask")
@@ -180,7 +167,7 @@ class PromptShortener:
         embeds = model.get_input_embeddings()(ids)
         features = torch.cat([image.features for image in images]).to(embeds)
         call["inputs_embeds"] = embeds.masked_scatter((ids == token).unsqueeze(-1), features)
-        for name in ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids"):
+        for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids"):
             call.pop(name, None)
         return call, removed
 
@@ -255,10 +242,7 @@ def check_generate(model: Any, call: dict[str, Any]) -> None:
 
 
 def check_empty(cache: Any, merged: bool = False) -> None:
-    """Raise ValueError if a cache holds tokens.
-
-    If `merged`, refuse only a cache that a merged call filled.
-    """
+    """Raise ValueError if a cache holds tokens; if `merged`, only if a merged call filled it."""
     if cache is None or (merged and not hasattr(cache, _REMOVED)) or not cache.get_seq_length():
         return
     raise ValueError(

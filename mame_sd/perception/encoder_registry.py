@@ -32,8 +32,7 @@ class Encoder:
         mlp: paths of the modules of the MLP branch, in order.
         num_prefix_tokens: number of tokens before the patches (class, distillation, register
             tokens), or a function that returns it for a model.
-        keys: path of the projection to keys in a block, for `feature`. If None, keys can't be
-            compared.
+        keys: path of the projection to keys in a block. If None, tokens are compared, not keys.
         joined: True if that projection returns queries, keys and values side by side.
         mask: name of the attention's argument for a mask.
         attend: computes attention with an additive mask [B, 1, 1, L], for attention modules without
@@ -188,7 +187,7 @@ _OLDER_KEYS = "attention.attention.key"
 
 
 def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
-    """Compute attention with an additive mask in the older module layout of transformers.
+    """Compute attention in the older layout of transformers, [B, L, C].
 
     There query, key and value are layers of `attention.attention`, and `output.dense` follows.
 
@@ -196,9 +195,6 @@ def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
         attention: the module.
         x: normalised tokens [B, L, C].
         mask: added to the logits, [B, 1, 1, L].
-
-    Returns:
-        The output of the attention branch, [B, L, C].
     """
     inner, output = attention.attention, attention.output
     heads = (inner.num_attention_heads, -1)

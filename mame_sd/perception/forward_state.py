@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from mame_sd.compat import IMPLEMENTATION, outside_old_graphs, parameters_of
 from mame_sd.core.paper import Plan
-from mame_sd.perception.counts import CONVOLUTIONS
 from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan
+from mame_sd.perception.report import CONVOLUTIONS
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -33,8 +33,6 @@ class Forward:
     grid: tuple[int, int] | None = None
     sizes: Tensor | None = None  # [B, L'] number of tokens that each stands for; None: 1 each
     sized: bool = False  # proportional attention is on
-    # Checkpoints wrap whole blocks, which may run again after another forward's images.
-    recomputes: bool = False
     dense: bool = False  # each block returns all tokens, and passes the merged ones on in `whole`
     # The latest block's output [B, L, C], and its merged tokens [B, L', C].
     whole: tuple[Tensor, Tensor] | None = None
@@ -50,9 +48,7 @@ class ForwardState(HookOwner):
 
     Attributes:
         last: index of the last block.
-        inner: hooks on the model's convolutions.
-        patches: path of the convolution that makes patches, or None.
-        clips: True if it takes clips, not images.
+        inner: the hook on the convolution that makes patches, if there is one.
         restore: True if the last block's output has all tokens again.
         dense: True if every block's output has all tokens again, for heads that read it.
         prop_attn: if True, the log of each token's size is added to its attention logits, and means
@@ -60,7 +56,7 @@ class ForwardState(HookOwner):
             out.
         active: if False, every call is bit-equal to the model without merging.
         capture: if True, plans are kept after the forward.
-        places: number of output positions of each convolution in its latest call, by path.
+        patches: number of patches that the convolution made in its latest call.
         running: threads that are in a forward of the model.
     """
 
@@ -76,11 +72,9 @@ class ForwardState(HookOwner):
         self.num_prefix_tokens, self.dense = spec.prefix_tokens_of(model), spec.dense
         self.restore, self.prop_attn = restore, prop_attn
         self.active, self.capture = True, False
-        self.places: dict[str, int] = {}
-        self.shared = self
-        convolutions, self.patches = _convolutions(model, blocks)
-        self.inner = [InnerHook(self, model, path, self.note_convolution) for path in convolutions]
-        self.clips = isinstance(model.get_submodule(self.patches or ""), nn.Conv3d)
+        self.patches, self.shared = 0, self
+        patching = _patching(model, blocks)
+        self.inner = [InnerHook(self, model, path, self.note_grid) for path in patching]
         self._names = list(parameters_of(type(model)))
         self.__setstate__({})
 
@@ -135,14 +129,10 @@ class ForwardState(HookOwner):
         if not torch.compiler.is_compiling():
             self.running.discard(threading.get_ident())
 
-    def note_convolution(self, path: str, output: Tensor) -> None:
-        """Note the output size of a convolution, and the grid of patches if it makes these.
-
-        The output of the convolution at `path` is [B, C, h, w], or [B, C, t, h, w] for clips.
-        """
-        self.places[path] = math.prod(output.shape[2:])
-        if path == self.patches:
-            self.now.grid = math.prod(output.shape[2:-1]), output.shape[-1]
+    def note_grid(self, output: Tensor) -> None:
+        """Note the grid of patches [B, C, h, w], or [B, C, t, h, w] of clips."""
+        self.patches = math.prod(output.shape[2:])
+        self.now.grid = math.prod(output.shape[2:-1]), output.shape[-1]
 
     @property
     def capturing(self) -> bool:
@@ -152,25 +142,20 @@ class ForwardState(HookOwner):
     def begin(self) -> Forward:
         """Begin a forward at its first merging block, and drop the state of the previous one.
 
-        Raises:
-            ValueError: proportional attention or full outputs of all blocks are required but
-                impossible.
-            RuntimeError: the patch embedding was replaced, so that the grid of patches is
-                unknown.
+        Raise an error if proportional attention is required but impossible, whole blocks are
+        checkpointed, or the patch embedding was replaced, so that the grid is unknown.
         """
         for hook in self.inner:
-            if hook.path == self.patches:
-                hook.follow(late=True)
+            hook.follow(late=True)
         now, reason = self.now, no_sizes(self.model)
         if reason and self.prop_attn:
             raise ValueError(reason)
-        now.recomputes = self.model.training and checkpoints_around(self.model)
         now.sized = self.prop_attn is not False and not reason
-        if now.recomputes and (self.dense or now.dense):
+        if self.model.training and checkpoints_around(self.model):
             raise ValueError(
-                "expected no checkpointing around blocks (timm, transformers before 5.23) of a"
-                " model whose features are read at every place, got it; switch it off, or call"
-                " remove_mame"
+                "expected no checkpointing around blocks (timm, transformers before 5.23), which"
+                " computes them again without the sizes and places of their tokens, got it; switch"
+                " it off, or call remove_mame"
             )
         now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
         return now
@@ -230,12 +215,6 @@ def no_sizes(model: Any) -> str:
             f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one"
             " of these, or leave sizes out by prop_attn=False"
         )
-    if model.training and checkpoints_around(model):
-        return (
-            "prop_attn: expected no checkpointing around blocks (timm, transformers before 5.23),"
-            " which computes them again without the sizes of their tokens, got it; switch one of"
-            " both off (prop_attn=False)"
-        )
     return ""
 
 
@@ -248,19 +227,13 @@ def checkpoints_around(model: Any) -> bool:
     )
 
 
-def _convolutions(model: nn.Module, blocks: list[nn.Module]) -> tuple[list[str], str | None]:
-    """Find the convolutions of `model` outside of its blocks.
-
-    Returns:
-        Their paths, and the path of the one that makes patches: the last one before the blocks, or
-        the first one if all follow them.
-    """
+def _patching(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
+    """Return the path of the last convolution before the blocks, or of the first if all follow."""
     inside = {part for block in blocks for part in block.modules()}
     paths: list[str] = []
-    patches: str | None = None
     for path, module in model.named_modules():
         if module is blocks[0] and paths:
-            patches = paths[-1]
-        elif isinstance(module, CONVOLUTIONS) and module not in inside:
+            return paths[-1:]
+        if isinstance(module, CONVOLUTIONS) and module not in inside:
             paths.append(path)
-    return paths, patches or next(iter(paths), None)
+    return paths[:1]

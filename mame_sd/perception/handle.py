@@ -12,13 +12,17 @@ from torch import nn
 from mame_sd.config import MaMeConfig, read_config
 from mame_sd.core.paper import Plan
 from mame_sd.handle import Handle
-from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
 from mame_sd.perception.hooks import Placed, check_free, observed_by, ours_on, put, take, take_all
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
-from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
+from mame_sd.perception.report import (
+    BlockCounts,
+    EncoderReport,
+    around_blocks,
+    block_reports,
+)
 from mame_sd.perception.settings import FIRST, changed, chosen_blocks, configs_of, is_paper
 from mame_sd.report import device_of
 
@@ -47,8 +51,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
                 raise ValueError(f"{name}: expected True, False or None, got {value!r}")
         self.encoder, modules, spec = find_encoder(root)
         names = {module: name for name, module in root.named_modules()}
-        self._names = [names[block] for block in modules]
-        self._blocks = modules
+        self._blocks = {names[block]: block for block in modules}
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 0 if self._paper else FIRST)
         self._settings = configs_of(config, fields, chosen)
@@ -94,11 +97,6 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in maps]
 
     @property
-    def _costs(self) -> list[BlockCost]:
-        """Return the costs of the blocks as they are now. Tools may have replaced layers."""
-        return [BlockCost(block, self._shared.spec) for block in self._blocks]
-
-    @property
     def configs(self) -> dict[int, MaMeConfig]:
         """Return the current settings by block index; `set` changes them."""
         return dict(self._settings)
@@ -142,31 +140,18 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         for number, config in settings.items():
             self._merged[number].config = config
 
-    def advice(self) -> str:
-        """Return advice for settings that merge too much; an empty string if there is none.
-
-        With `keep` the remaining FLOPs are estimated before any image is seen. With `tau` they
-        depend on the images, and the report gives the advice.
-        """
-        if any(config.keep is None for config in self.configs.values()):
-            return ""
-        kept = {number: config.keep or 0.0 for number, config in self.configs.items()}
-        share = left_of(self._costs, kept, PATCHES)
-        advice = advice_of(share, self._shared.clips)
-        return advice and f"these settings leave about {share:.0%}; {advice}"
-
     def report(self) -> EncoderReport:
         """Return tokens and FLOPs of every block since the last `reset`, as means over forwards."""
-        blocks, calls = make_blocks(self._names, self._costs, self._counts)
+        blocks, calls = block_reports(self._blocks, self._shared.spec, self._counts)
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
         whole = sum(block.flops_before for block in blocks)
         left = sum(block.flops for block in blocks)
         if calls:
-            shared = self._shared
-            around = partial(around_blocks, self.encoder, self._blocks, shared.places, before)
+            shared, blocks_alone = self._shared, [*self._blocks.values()]
+            around = partial(around_blocks, self.encoder, blocks_alone, shared.patches, before)
             whole += around(before)
             left += around(before if shared.restore or shared.dense else after)
-        return EncoderReport(blocks, calls, whole, left, self.prop_attn, self._shared.clips)
+        return EncoderReport(blocks, calls, whole, left, self.prop_attn)
 
     def reset(self) -> None:
         """Set all counters to zero and drop captured plans."""

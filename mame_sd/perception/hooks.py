@@ -21,32 +21,22 @@ _OFFLOADED = "_old_forward"  # attribute by which accelerate's hooks call a modu
 
 
 class HookOwner:
-    """An object whose methods merging puts on modules.
+    """An object whose methods merging puts on modules."""
 
-    Attributes:
-        shared: the `ForwardState` that all owners of one model share.
-        inner: hooks on inner modules that belong to this owner.
-    """
-
-    shared: Any
-    inner: Sequence[InnerHook] = ()
+    shared: Any  # the `ForwardState` that all owners of one model share
+    inner: Sequence[InnerHook] = ()  # hooks on inner modules that belong to this owner
 
 
 class InnerHook(HookOwner):
     """Observe the output of one inner module of a model.
 
     Adapters (LoRA) and quantised layers may replace the module after merging was applied; the hook
-    then moves to the replacement.
-
-    Args:
-        shared: the `ForwardState` of the model.
-        owner: the module that contains the observed one and isn't replaced.
-        path: path of the observed module in `owner`.
-        on_output: called with the path and the observed module's output.
+    then moves to the replacement. The observed module is at `path` in `owner`, which isn't
+    replaced; its output is passed to `on_output`.
     """
 
     def __init__(
-        self, shared: Any, owner: nn.Module, path: str, on_output: Callable[[str, Tensor], None]
+        self, shared: Any, owner: nn.Module, path: str, on_output: Callable[[Tensor], None]
     ) -> None:
         self.shared, self.owner, self.path, self.on_output = shared, owner, path, on_output
         self.inner = [self]
@@ -65,17 +55,13 @@ class InnerHook(HookOwner):
 
     def observe(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Pass on the output of the inner module."""
-        self.on_output(self.path, output)
+        self.on_output(output)
 
     def follow(self, *_: Any, late: bool = False) -> None:
         """Move to the module that is at the path now, before it is called.
 
-        Args:
-            late: True if that module has already been called in this forward.
-
-        Raises:
-            RuntimeError: there is no module, or it was replaced and moving is `late` or would
-                happen inside a compiled graph.
+        Raise RuntimeError if there is none, or if it was replaced and moving would come too `late`
+        (it was called already) or happen inside a compiled graph.
         """
         child, expected = self._there, f"expected {self.path} as merging was applied to it, got"
         if child is None:
@@ -151,8 +137,7 @@ def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
 
     Args:
         module: the module.
-        place: "before", "after" or "end" for a hook, or the name of the method to replace (see
-            `Placed`).
+        place: the place (see `Placed`).
         method: the hook or the replacement.
     """
     if place == "before":
@@ -178,8 +163,7 @@ def take(module: nn.Module, owners: Collection[Any] | None = None) -> None:
 def take_all(target: nn.Module, what: str = "remove_mame") -> None:
     """Take all of our methods off every module of `target`.
 
-    Raises:
-        RuntimeError: another thread is in a forward of the model. The message names `what`.
+    Raise RuntimeError, which names `what`, if another thread is in a forward of the model.
     """
     modules = [*target.modules()]
     owners: set[Any] = {

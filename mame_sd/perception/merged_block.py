@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
-from mame_sd.perception.counts import BlockCounts, weights_of, width_of
 from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.forward_state import Forward, ForwardState
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan, plan_block
+from mame_sd.perception.report import BlockCounts, weights_of, width_of
 
+MIN_TOKENS = 2  # blocks with fewer patches don't merge
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
 
@@ -104,10 +105,9 @@ class MergedBlock(HookOwner):
         checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
         if checkpoints and type(block).__call__ is nn.Module.__call__:
             run = partial(block._gradient_checkpointing_func, run)  # before 5.23: around this call
-        grid = None if now.recomputes else now.grid
         now.counting = True
         # Passed as arguments, because checkpoints keep these.
-        y, sizes = run(self._merged_input(x, now), now.sizes, grid, now.sized)
+        y, sizes = run(self._merged_input(x, now), now.sizes, now.grid, now.sized)
         now.counting = False
         last = self.number == shared.last
         now.sizes = None if last else sizes  # they hold a graph of gradients
@@ -165,30 +165,20 @@ class MergedBlock(HookOwner):
     def _merge(
         self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid, sized: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Merge x' [B, L, C] into x'' [B, L', C] and count the call.
+        """Merge x' [B, L, C] of sizes [B, L] into x'' [B, L', C], with its sizes, and count it.
 
-        With `tau` a source token stays if any sample of the batch preserves it (Algorithm 1).
-
-        Args:
-            x: tokens after the attention branch, [B, L, C].
-            normed: the normalised input of the attention, [B, L, C].
-            sizes: number of tokens that each one stands for, [B, L]. If None, 1 each.
-            grid: (h, w) of the image's patches, or None if unknown.
-            sized: True if later blocks need sizes.
-
-        Returns:
-            Merged tokens [B, L', C], and their sizes [B, L'] or None.
+        `normed` is the attention's input, `sized` True if later blocks need sizes. With `tau` a
+        source token stays if any sample of the batch preserves it (Algorithm 1).
         """
         config, counts, now = self.config, self.counts, self.shared.now
         assert config is not None
         assert counts is not None
         samples, tokens, _ = x.shape
-        prefix, least, note = self.shared.num_prefix_tokens, config.min_tokens or 0, ""
-        if tokens - prefix < least:
+        prefix, size, note = self.shared.num_prefix_tokens, None, ""
+        if tokens - prefix < MIN_TOKENS:
             if now.counting:
-                counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
+                counts.count_call(tokens, tokens, 0, f"fewer than {MIN_TOKENS} patches")
             return x, sizes
-        size = None
         if config.keep is None:
             if samples > 1 and not torch.compiler.is_compiling():
                 note = f"by tau in a batch of {samples}: a token stays where any image keeps it"
@@ -204,7 +194,7 @@ class MergedBlock(HookOwner):
             cost = self._cost(plan, x.shape[2], feature.shape[2], sizes is not None)
             if again:
                 cost += tokens * weights_of(self._module(self.spec.keys or ""))
-            counts.add(tokens, plan.tokens_kept, cost, note)
+            counts.count_call(tokens, plan.tokens_kept, cost, note)
         if sizes is not None:
             return merge_weighted(plan, x, sizes)
         sized = sized and self.number < self.shared.last
@@ -220,15 +210,11 @@ class MergedBlock(HookOwner):
         return self.config is not None and self.config.keep is not None and bool(self.spec.keys)
 
     def _plan(self, feature: Tensor, size: Grid) -> Plan | GroupPlan:
-        """Plan which tokens merge, from what is compared [B, L, d]."""
         assert self.config is not None
         return plan_block(feature, self.config, size, self.shared.num_prefix_tokens)
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
-        """Count the multiply-adds of merging one image, of whose channels `dim` are compared.
-
-        If `sized`, the sizes are merged too.
-        """
+        """Count the multiply-adds of merging one image, of whose channels `dim` are compared."""
         if isinstance(plan, GroupPlan):  # one product to compare, one for the means
             pairs, products = plan.body.cells.kept * plan.body.tokens_in, channels
         else:
@@ -236,7 +222,7 @@ class MergedBlock(HookOwner):
             products = (1 + self.shared.restore) * channels
         return pairs * (dim + products + sized)
 
-    def keep_keys(self, path: str, keys: Tensor) -> None:
+    def keep_keys(self, keys: Tensor) -> None:
         """Keep the keys [B, L, d] that a projection returned, if this block will compare them."""
         if self.shared.active and self.compares_keys:
             self.shared.now.keys[self.number] = keys

@@ -1,17 +1,56 @@
-"""Report the tokens and multiply-adds of every block of a merged vision transformer."""
+"""Count the tokens of every block of a merged vision transformer, and report its multiply-adds.
+
+A block's linear layers cost the size of their weights for each token, and its attention costs two
+products of all tokens by all tokens. Merging costs one product of destinations by sources and one
+for the means, as on a GPU; a CPU adds tokens by index instead. Token counts and their squares are
+summed as tokens pass, so that totals over calls are exact.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
-from mame_sd.perception.counts import FIELDS, BlockCost, BlockCounts
-from mame_sd.report import LayerTokens, Report
+import torch
+from torch import nn
 
-# Below this share of the FLOPs a smaller image is nearer, on photographs (docs/perception.md).
-NEARER = 0.37
-PATCHES = 256  # of each of these photographs
+from mame_sd.perception.encoder_registry import Encoder
+from mame_sd.report import LayerTokens, Report, Sums
+
+CONVOLUTIONS = nn.Conv2d, nn.Conv3d
+_MEANS = ("tokens_in", "tokens_kept", "flops_before", "flops", "merging")
+
+
+class BlockCounts(Sums):
+    """Sums over the calls of one merging block since the last `reset`.
+
+    They are calls, tokens in, their squares, tokens kept, their squares, and multiply-adds of
+    merging itself for one image. Token counts include prefix tokens.
+
+    Attributes:
+        note: how the latest call merged differently from the settings, if it did.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(6, device)
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Set all sums to zero; compiled regions will count on `device`."""
+        super().reset(device)
+        self.note = ""
+
+    def count_call(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
+        """Count one call.
+
+        Args:
+            tokens: tokens in.
+            kept: tokens kept.
+            merging: multiply-adds of merging itself for one image.
+            note: how the call merged differently from the settings.
+        """
+        self.note = note
+        self.add(1, tokens, tokens * tokens, kept, kept * kept, merging)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +83,10 @@ class EncoderReport(Report):
 
     Attributes:
         layers: one report per block.
-        calls: forwards since the last reset. A checkpoint around blocks, such as timm's, doubles
-            them.
+        calls: forwards since the last reset.
         flops_before: multiply-adds without merging.
         flops: multiply-adds with merging.
         prop_attn: True if attention adds the log of token sizes to its logits.
-        clips: True if the model takes clips, not images.
     """
 
     layers: tuple[BlockReport, ...]
@@ -57,7 +94,6 @@ class EncoderReport(Report):
     flops_before: float
     flops: float
     prop_attn: bool = False
-    clips: bool = False
 
     @property
     def share(self) -> float:
@@ -83,56 +119,100 @@ class EncoderReport(Report):
             f" {'counts' if self.prop_attn else 'does not count'} how many tokens each one"
             " stands for"
         )
-        if self.calls and (advice := advice_of(self.share, self.clips)):
-            lines.append(advice)
         return "\n".join(lines)
 
 
-def advice_of(share: float, clips: bool) -> str:
-    """Return advice for merging to `share` of the FLOPs; an empty string if there is none.
-
-    There is none for clips, for which no alternative was measured.
-    """
-    if clips or share >= NEARER:
-        return ""
-    return (
-        f"below {NEARER:.0%} of the FLOPs a smaller image that merges less is nearer to the"
-        " unmerged model (docs/perception.md)"
-    )
-
-
-def make_blocks(
-    names: list[str], costs: list[BlockCost], counts: Mapping[int, BlockCounts]
+def block_reports(
+    blocks: Mapping[str, nn.Module], spec: Encoder, counts: Mapping[int, BlockCounts]
 ) -> tuple[tuple[BlockReport, ...], int]:
-    """Make the reports of all blocks.
+    """Report every block.
 
     Args:
-        names: paths of the blocks.
-        costs: costs of the blocks.
+        blocks: the blocks by path, in order.
+        spec: the description of their modules.
         counts: counters of the merging blocks by index.
 
     Returns:
         The reports, and the number of forwards that they average.
     """
-    sums = {
-        number: dict(zip(FIELDS, count.sums.totals(), strict=True))
-        for number, count in sorted(counts.items())
-    }
-    start = next(iter(sums.values()))
-    calls, tokens, squares = start["calls"], start["tokens"], start["squares"]
+    calls, tokens, squares, *_ = counts[min(counts)].totals()
     whole, rows = (tokens, squares, tokens), []
-    for number, (name, cost) in enumerate(zip(names, costs, strict=True)):
-        block_sums = sums.get(number, {"kept": tokens, "kept_squares": squares, "merging": 0})
-        totals = {
-            "tokens_in": tokens,
-            "tokens_kept": block_sums["kept"],
-            "flops_before": cost.of(*whole),
-            "flops": cost.of(tokens, squares, block_sums["kept"]) + block_sums["merging"],
-            "merging": block_sums["merging"],
-        }
-        means = {field: total / max(calls, 1) for field, total in totals.items()}
-        merged = number in sums
-        note = counts[number].note if merged else ""
-        rows.append(BlockReport(name=name, **means, merged=merged, note=note))
-        tokens, squares = block_sums["kept"], block_sums["kept_squares"]
+    for number, (name, block) in enumerate(blocks.items()):
+        count = counts.get(number)
+        *_, kept, kept_squares, merging = (tokens, squares, 0) if count is None else count.totals()
+        flops = _flops_of(block, spec, tokens, squares, kept) + merging
+        totals = (tokens, kept, _flops_of(block, spec, *whole), flops, merging)
+        means = dict(zip(_MEANS, (total / max(calls, 1) for total in totals), strict=True))
+        note = "" if count is None else count.note
+        rows.append(BlockReport(name=name, **means, merged=count is not None, note=note))
+        tokens, squares = kept, kept_squares
     return tuple(rows), calls
+
+
+def _flops_of(block: nn.Module, spec: Encoder, tokens: int, squares: int, kept: int) -> int:
+    """Return the multiply-adds of calls of a block, of which `kept` tokens reach the MLP."""
+    attention = sum(weights_of(block.get_submodule(part)) for part in spec.attention)
+    mlp = sum(weights_of(block.get_submodule(part)) for part in spec.mlp)
+    return attention * tokens + 2 * width_of(block, spec) * squares + mlp * kept
+
+
+def width_of(block: nn.Module, spec: Encoder) -> int:
+    """Return the number of channels of all heads of a block's attention together."""
+    if spec.keys in dict(block.named_modules()):
+        keys = cast(Any, block.get_submodule(spec.keys or ""))
+        return int(keys.out_features) // (3 if spec.joined else 1)
+    linear = linear_layers(block.get_submodule(spec.attention[1]))
+    return int(linear[-1].in_features) if linear else 0
+
+
+def around_blocks(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    patches: int,
+    before: float,
+    after: float,
+) -> float:
+    """Return the multiply-adds of a model for one image outside of its blocks.
+
+    These are the patch embedding, pooling, and the model's own head.
+
+    Args:
+        model: the vision transformer.
+        blocks: its blocks.
+        patches: number of patches that its convolution makes.
+        before: tokens before the first block.
+        after: tokens after the last block.
+    """
+    inside = {part for block in blocks for part in block.modules()}
+    linear = set(linear_layers(model))
+    total = 0.0
+    for name, part in model.named_modules():
+        if part in inside:
+            continue
+        if isinstance(part, CONVOLUTIONS):
+            total += part.weight.numel() * patches
+        elif isinstance(part, nn.MultiheadAttention):  # one query
+            total += part.in_proj_weight.numel() / 3 * (1 + 2 * after) + 2 * part.embed_dim * after
+        elif part in linear:
+            tokens = {"patch_embedding": before, "kv": after}.get(name.rpartition(".")[2], 1)
+            total += weights_of(part) * tokens
+            if name.endswith(".kv"):
+                total += part.out_features * after  # its products: timm's pooling by attention
+        resize = getattr(part, "resize_positional_embeddings", None)
+        if resize is not None and "interpolate" not in resize.__code__.co_names:
+            total += part.position_embedding.weight.numel() * before  # a product from 5.24 on
+    return total
+
+
+def linear_layers(module: nn.Module) -> list[Any]:
+    """List the linear layers in `module`, including quantised ones and those inside of adapters."""
+    like = [part for part in module.modules() if hasattr(part, "in_features")]
+    # Adapters name the sizes of what they wrap, convolutions too.
+    wrapped = {*like, *(part for part in module.modules() if isinstance(part, CONVOLUTIONS))}
+    wrappers = {part for part in like if not wrapped.isdisjoint([*part.modules()][1:])}
+    return [part for part in like if part not in wrappers and hasattr(part, "out_features")]
+
+
+def weights_of(module: nn.Module) -> int:
+    """Return the number of weights of the linear layers in `module`: multiply-adds per token."""
+    return sum(int(part.in_features) * int(part.out_features) for part in linear_layers(module))

@@ -9,14 +9,13 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-MIN_TOKENS = 2  # blocks with fewer patches don't merge
 LEFT = 0.25  # share of the patches that the last block leaves, if there are enough blocks
 # By default the first block doesn't merge: at equal FLOPs outputs are as near on photographs, and
 # far nearer on uniform textures.
 FIRST = 1
 FEWEST = 0.01  # lowest share that a block keeps
 LEAST = 0.5  # lowest mean share: the destinations of a block whose tokens are no grid
-FIELDS = ("keep", "tau", "min_tokens")  # the fields of MaMeConfig that vision transformers have
+FIELDS = ("keep", "tau")  # the fields of MaMeConfig that vision transformers have
 
 
 def chosen_blocks(
@@ -29,9 +28,6 @@ def chosen_blocks(
             the end). If None, all blocks from `first` on.
         depth: number of blocks of the model.
         first: first merging block of the default, if there are more blocks.
-
-    Raises:
-        ValueError: `blocks` names none, names one twice, or is out of range.
     """
     if blocks is None:
         return tuple(range(min(first, depth - 1), depth))
@@ -87,18 +83,12 @@ def configs_of(
 ) -> dict[int, MaMeConfig]:
     """Return the settings of each block: `fields` over `config` over the defaults for encoders.
 
-    If neither `tau` nor `keep` is given, the blocks keep `mean_share`.
-
     Args:
         config: settings given as one object; only the fields that were set explicitly count.
-        fields: settings given by name.
+        fields: settings given by name. If neither has `tau` or `keep`, blocks keep `mean_share`.
         blocks: indices of the merging blocks.
-
-    Raises:
-        ValueError: as `changed`.
     """
     blocks, base = [*blocks], MaMeConfig() if config is None else config
-    base = base.replace(min_tokens=base.min_tokens or MIN_TOKENS)
     if fields.get("tau") is None and fields.get("keep") is None and base.tau is None:
         fields = {**fields, "keep": mean_share(len(blocks)) if base.is_default else base.keep}
     return changed(dict.fromkeys(blocks, base), fields)

@@ -291,7 +291,7 @@ def padded_caches(draw: Draw) -> None:
     def after(first: dict[str, Any], then: dict[str, Any]) -> Tensor:
         with block() as handle:
             past = cache_of(model(**first, use_cache=True))
-            handle.compressing = False
+            handle.keep = 1
             return model(**then, **with_cache(model, past)).logits
 
     first = {"input_ids": ids, "attention_mask": mask, "position_ids": places[:, :49]}

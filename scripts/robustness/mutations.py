@@ -183,7 +183,7 @@ captions/shorten.py: captions
 captions/patch.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
 caches/handle.py: caches
-    if self.live and tokens > 1 and not others and => if False and
+    if self._live and tokens > 1 and not others and => if False and
 perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from mame_sd.caches import CacheView, Kept, Selection
-from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.caches.selection import future_attention, gather_keys, token_bytes, with_fixed_keys
+from mame_sd.caches.selection import (
+    future_attention,
+    gather_keys,
+    token_bytes,
+    with_fitted_values,
+    with_fixed_keys,
+)
 from mame_sd.core.fit import solve_ridge
 from tests.caches.views import view_of, with_padding
 from tests.oracle import attend

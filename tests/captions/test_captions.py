@@ -14,7 +14,6 @@ from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.captions.farthest import merged
@@ -181,43 +180,6 @@ def test_labels_of_image_tokens_go_with_them() -> None:
     torch.testing.assert_close(output.loss, torch.cat(losses).mean(), rtol=1e-3, atol=1e-4)
 
 
-def test_tiles_equal_a_loop_over_rows() -> None:
-    model = tiny.llava_next()
-    sizes = torch.tensor([[20, 44], [40, 24]])  # padded above and below, and at the sides
-    pixels = tiny.pictures(2, 3)
-    lines = model.model.image_newline
-    plane = {}
-    for number, (down, across) in enumerate(((1, 2), (2, 1))):
-        grid = torch.arange(down * across * PATCHES).view(down, across, tiny.GRID, tiny.GRID)
-        grid = grid.permute(0, 2, 1, 3).reshape(1, down * tiny.GRID, across * tiny.GRID)
-        plane[number] = unpad_image(grid, sizes[number])[0].tolist()
-    lengths = [PATCHES + sum(len(row) + 1 for row in plane[n]) for n in plane]
-    call = {**tiny.prompts([[length] for length in lengths]), "pixel_values": pixels}
-    call["image_sizes"] = sizes
-    before = model(**call).logits
-    apply_mame(model, keep=1.0)
-    assert torch.equal(model(**call).logits, before)
-    apply_mame(model, keep=0.4)
-    logits = model(**call).logits
-    for number, rows in plane.items():
-        flat = torch.tensor([spot for row in rows for spot in row])  # of tiles without padding
-        tiles = [tiny.whole_by_hand(model, tile) for tile in pixels[number]]
-        whole, states = (
-            torch.cat([one[0], torch.cat(one[1:])[flat]]) for one in zip(*tiles, strict=True)
-        )
-        joined = tiny.joined_by_hand(whole, states, 0.4)
-        slots = [joined.get(place) for place in range(PATCHES)]
-        shown = iter([joined.get(place) for place in range(PATCHES, len(whole))])
-        for row in rows:
-            slots += [next(shown) for _ in row]
-            slots.append(lines.detach())
-        real = call["input_ids"][number][call["attention_mask"][number].bool()].tolist()
-        expected, _ = tiny.logits_by_hand(model, real, [slots])
-        torch.testing.assert_close(logits[number, -len(expected) :], expected, rtol=1e-3, atol=1e-4)
-    cpu_offload(model, torch.device("cpu"))
-    assert torch.equal(model(**call).logits, logits)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_offloading_goes_before_merging_or_after_it(first: bool) -> None:
     model, call = tiny.llava(), tiny.inputs(None)
@@ -257,14 +219,11 @@ def test_merging_is_taken_off_under_a_tool_that_wrapped_forward_later() -> None:
 def test_settings_change_and_are_reported() -> None:
     model, call = tiny.llava(), tiny.inputs(None)
     handle: Any = apply_mame(model, MaMeConfig(keep=0.5))
-    half = model(**call).logits
-    assert "18.0 visual tokens" in str(handle.report())
-    assert handle.report().to_dict()["layers"][0]["tokens_in"] == PATCHES
-    handle.set(keep=0.25)
-    assert model(**call).logits.shape[1] < half.shape[1]
-    handle.remove()
-    assert not handle.installed
-    assert model(**call).logits.shape[1] == call["input_ids"].shape[1]
+    for keep in (0.5, 0.25):
+        handle.set(keep=keep)
+        handle.reset()
+        model(**call)
+        assert f"36 -> {keep * PATCHES:.1f} visual tokens" in str(handle.report())
 
 
 def test_refusals_are_one_line() -> None:

@@ -13,8 +13,6 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -50,17 +48,6 @@ def llava(tower: Any = CLIP, text_layers: int = 2, **more: Any) -> LlavaForCondi
     model = LlavaForConditionalGeneration(config).eval()
     model.lm_head.weight.data[IMAGE] = 0  # it writes no image tokens
     return model
-
-
-def llava_next() -> LlavaNextForConditionalGeneration:
-    torch.manual_seed(0)
-    config = LlavaNextConfig(
-        vision_config=CLIP,
-        text_config=TEXT,
-        image_token_id=IMAGE,
-        image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE]],
-    )
-    return LlavaNextForConditionalGeneration(config).eval()
 
 
 def qwen(older: bool = False) -> Any:

@@ -30,17 +30,6 @@ def test_a_grid_is_one_in_the_first_block_alone() -> None:
 
 
 @torch.no_grad()
-def test_no_grid_where_whole_blocks_are_computed_again() -> None:
-    model = VIT.build()
-    handle = apply_encoder(model, keep=0.6)
-    handle.encoder.grad_checkpointing = True  # as timm's says it
-    for training in (True, False):
-        handle.reset()
-        VIT.call(model.train(training), VIT.batch())
-        assert bool(handle.report().layers[1].note) == training
-
-
-@torch.no_grad()
 def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
     model, tall = VIT.build().double(), torch.randn(2, 3, 7 * PATCH, 5 * PATCH).double()
     want = merged_oracle(model, VIT, apply_encoder(model).configs, True, (7, 5))
@@ -54,7 +43,7 @@ def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
     )
 
 
-@pytest.mark.skipif(AROUND, reason="no grid then, see above")
+@pytest.mark.skipif(AROUND, reason="refused around whole blocks")
 def test_a_checkpoint_computes_again_by_its_own_images_grid() -> None:
     grads = []
     for checkpoint in (False, True):

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mame_sd.core import groups
-from mame_sd.perception import forward_state
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.encoder_registry import find_encoder, is_encoder
 from tests.builders.perception import AROUND, DEPTH, EVERY, NAMED, PATCHES, SHALLOW, VIT, Row
@@ -158,17 +157,16 @@ def test_trains_under_autocast() -> None:
     assert all(part.grad is not None and part.grad.isfinite().all() for part in first.parameters())
 
 
+@pytest.mark.skipif(AROUND, reason="refused around whole blocks")
 @pytest.mark.parametrize(
     ("reentrant", "fields", "row"),
     [(False, {"tau": 0.3}, VIT), (True, {"keep": 0.5}, NAMED["Dinov2ForImageClassification"])],
     ids=["tau", "keep, reentrant"],
 )
 def test_checkpointing_changes_no_gradient(
-    reentrant: bool, fields: dict[str, Any], row: Row, monkeypatch: pytest.MonkeyPatch
+    reentrant: bool, fields: dict[str, Any], row: Row
 ) -> None:
     grads = []
-    if AROUND:  # then a model does without grid and sizes, which blocks computed again don't know
-        monkeypatch.setattr(forward_state, "checkpoints_around", lambda model: True)
     for checkpoint in (False, True):
         model, inputs = row.build().double().train(), doubled(row.batch())
         if checkpoint:
@@ -180,7 +178,7 @@ def test_checkpointing_changes_no_gradient(
             torch.manual_seed(0)
             output = row.call(model, {**inputs, "pixel_values": image})
             squares(output).backward()
-        assert handle.report().calls == 1 + (checkpoint and AROUND)
+        assert handle.report().calls == 1
         grads.append(
             {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
         )

@@ -26,7 +26,7 @@ def test_by_default_all_blocks_but_the_first_merge_and_the_last_leaves_a_quarter
         handle = apply_encoder(VIT.build(), **given)
         config = handle.config
         assert tuple(handle.configs) == (1, 2, 3)
-        assert (config.tau, config.min_tokens, handle.prop_attn) == (None, 2, True)
+        assert (config.tau, handle.prop_attn) == (None, True)
     assert tuple(apply_encoder(VIT.build(), tau=0.8).configs) == tuple(range(DEPTH)), "all"
     assert apply_encoder(VIT.build(), blocks=1).config.keep == pytest.approx(0.5), (
         "no less in one block"
@@ -70,8 +70,8 @@ def test_one_number_for_each_block() -> None:
     handle = apply_encoder(VIT.build(), tau=(0.8, 0.9), blocks=(0, 3))
     handle.set(tau=[0.5, 0.6])
     assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
-    handle.set(MaMeConfig(tau=0.3, min_tokens=9), tau=0.1)
-    assert [(one.tau, one.min_tokens) for one in handle.configs.values()] == [(0.1, 9)] * 2
+    handle.set(MaMeConfig(tau=0.3), tau=0.1)
+    assert [one.tau for one in handle.configs.values()] == [0.1] * 2
     with pytest.raises(
         ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"
     ):
@@ -87,7 +87,11 @@ def test_one_number_for_each_block() -> None:
         ),
         ({"restore": "no"}, "restore: expected True, False or None, got 'no'"),
         ({"prop_attn": "no"}, "prop_attn: expected True, False or None, got 'no'"),
-        ({"layers": {"*": False}}, "layers: expected none for a vision .*; it has keep, tau, min"),
+        (
+            {"layers": {"*": False}},
+            "layers: expected none for a vision .*; it has keep, tau",
+        ),
+        ({"min_tokens": 9}, "min_tokens: expected none .*, got 9; it has"),
         ({"mlp_keep": 0.5}, "mlp_keep: expected none .*, got 0.5; it has"),
         ({"keep": True}, "keep: expected a share above 0 and at most 1, got True"),
         ({"tau": 2}, "tau: expected a number from -1 to 1"),

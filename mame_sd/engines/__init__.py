@@ -1,1 +1,0 @@
-"""Merging in engines that run diffusion models with their own code."""
