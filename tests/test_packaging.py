@@ -82,6 +82,9 @@ def test_only_mame_sd_lands_at_top_level_with_both_commands(texts: dict[str, str
     assert points.splitlines()[1:] == [
         "mame-sd = mame_sd.__main__:main",
         "mame-sd-eval = mame_sd.eval.__main__:main",
+        "",
+        "[vllm_omni.general_plugins]",
+        "mame_sd = mame_sd.engines.vllm_omni:register",
     ]
 
 

@@ -1,0 +1,1 @@
+"""Merging in engines that run diffusion models with their own code."""
