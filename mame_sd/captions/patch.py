@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mame_sd.attach import check_free, give_back, place_of, replacement_of
 from mame_sd.captions.prompts import Image, images_by_prompt
 from mame_sd.captions.shorten import (
     PromptShortener,
@@ -26,7 +27,6 @@ from mame_sd.captions.shorten import (
 )
 from mame_sd.compat import cache_in
 from mame_sd.forks import free_in_children
-from mame_sd.perception.hooks import check_free, give_back, slot_of
 
 _NAMES = ("forward", "generate")
 _CHANGES = free_in_children(threading.RLock())  # held while the patch of a model changes
@@ -57,9 +57,9 @@ class ModelPatch:
         """Take the replaced methods off the model if nothing needs them any more."""
         with _CHANGES:
             if self.shortener is None and not self._generating:
-                for key in (slot_of(self.model, name) for name in _NAMES):
-                    if isinstance(self.model.__dict__.get(key), PatchedMethod):
-                        give_back(self.model, key)
+                for name in _NAMES:
+                    if _is_ours(replacement_of(self.model, name)):
+                        give_back(self.model, name)
 
     def forward(self, call: dict[str, Any]) -> Any:
         """Run a call of the model, with fewer tokens if it has images."""
@@ -149,8 +149,12 @@ def _signature(kind: Any, name: str) -> inspect.Signature:
 
 def patch_on(module: nn.Module, name: str = "forward") -> ModelPatch | None:
     """Return the patch on `module`, found by one of the methods that it replaces; None if none."""
-    there = module.__dict__.get(slot_of(module, name))
+    there = replacement_of(module, name)
     return there.patch if isinstance(there, PatchedMethod) else None
+
+
+def _is_ours(method: Any) -> bool:
+    return isinstance(method, PatchedMethod)
 
 
 def attach(shortener: PromptShortener) -> None:
@@ -180,6 +184,7 @@ def _placed(model: nn.Module) -> ModelPatch:
     if patch is None:
         patch = ModelPatch(model)
         for name in _NAMES:
-            check_free(model, name)
-        model.__dict__.update({slot_of(model, name): PatchedMethod(patch, name) for name in _NAMES})
+            check_free(model, name, _is_ours)
+        for name in _NAMES:
+            setattr(*place_of(model, name), PatchedMethod(patch, name))
     return patch

@@ -1,10 +1,7 @@
-"""Put hooks on modules and remove them.
+"""Put hooks on modules of a denoiser by name, and remove them.
 
 Pre-hooks only read a module's calls. The merging hook (`mame_sd.diffusion.layer.MergeHook`)
-replaces the module's forward. It is inside all hooks of diffusers' registry and of accelerate,
-whichever came first. A cache (such as PyramidAttentionBroadcast) skips the forward in some steps:
-if our hook wrapped the cache, it would receive an output computed in another step. And accelerate's
-offloading loads a module's weights inside its hook.
+replaces the module's forward (`mame_sd.attach`).
 """
 
 from __future__ import annotations
@@ -12,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+
+from mame_sd.attach import add_hook, drop_hooks, give_back, place_of
 
 _ATTRIBUTE = "_mame_hook"  # attribute of a module, its merging hook
 
@@ -70,18 +69,14 @@ def put_hook(module: nn.Module, hook: Any) -> None:
         return
     remove_hook(module, hook.name)
     if isinstance(hook, PreHook):
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        add_hook(module, hook, "before")
         if hook.after is not None:
-            module.register_forward_hook(hook.after, always_call=True)
+            add_hook(module, hook.after, "end")
         return
-    innermost = _innermost(module)
-    if innermost is None:
-        bare = "forward" not in vars(module)
-        vars(module)["forward"] = hook.put(module, module.forward)
-        hook.entry.__self__.bare = bare
-    else:
-        ref, name = innermost
-        setattr(ref, name, hook.put(module, getattr(ref, name)))
+    place, attribute = place_of(module)
+    bare = attribute not in vars(place)
+    setattr(place, attribute, hook.put(module, getattr(place, attribute)))
+    hook.entry.__self__.bare = bare
     setattr(module, _ATTRIBUTE, hook)
     setattr(module, "_replicate_for_data_parallel", no_replica)  # noqa: B010
 
@@ -95,35 +90,15 @@ def remove_hook(module: nn.Module, name: str) -> None:
     if hook is None:
         return
     if isinstance(hook, PreHook):
-        key = next(key for key, value in module._forward_pre_hooks.items() if value is hook)
-        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-        for key in [key for key, value in module._forward_hooks.items() if value == hook.after]:
-            del module._forward_hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
+        drop_hooks(module, lambda there: there is hook or there == hook.after)
         hook.forget()
         return
-    innermost, own, entry = _innermost(module), vars(module), hook.entry.__self__
-    del own[_ATTRIBUTE], own["_replicate_for_data_parallel"]
-    if innermost is not None and getattr(*innermost) is hook.entry:
-        setattr(*innermost, entry.inner)
-    elif own.get("forward") is not hook.entry:
+    (place, attribute), entry = place_of(module), hook.entry.__self__
+    del vars(module)[_ATTRIBUTE], vars(module)["_replicate_for_data_parallel"]
+    if vars(place).get(attribute) is not hook.entry:
         entry.hook = None  # a foreign wrapper still calls it: run the module's own forward
-    elif entry.bare or entry.inner == type(module).forward.__get__(module):
-        del own["forward"]
+    elif place is module and (entry.bare or entry.inner == type(module).forward.__get__(module)):
+        give_back(module)
     else:
-        own["forward"] = entry.inner
+        setattr(place, attribute, entry.inner)
     hook.entry = None
-
-
-def _innermost(module: nn.Module) -> tuple[Any, str] | None:
-    """Return the place of the forward that the innermost hook of another library calls.
-
-    Returns:
-        The hook's reference in diffusers' registry, or for accelerate's hooks the module, and the
-        name of its attribute that holds the wrapped function; or None if there is no hook.
-    """
-    refs = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", None)
-    if refs:
-        return refs[0], "forward" if refs[0].original_forward is None else "original_forward"
-    offloaded = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
-    return (module, "_old_forward") if offloaded else None

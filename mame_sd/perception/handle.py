@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from mame_sd.attach import check_free
 from mame_sd.config import MaMeConfig, read_config
 from mame_sd.core.paper import Plan
 from mame_sd.handle import Handle
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
-from mame_sd.perception.hooks import Placed, check_free, observed_by, ours_on, put, take, take_all
+from mame_sd.perception.hooks import Placed, is_ours, observed_by, ours_on, put, take, take_all
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import (
@@ -196,7 +197,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             ValueError: another tool has replaced a block's forward.
         """
         for one in self._merged.values():
-            check_free(one.block)
+            check_free(one.block, "forward", is_ours)
         take_all(self.root, "apply_mame")
         for placed in self._placed:
             put(*placed)

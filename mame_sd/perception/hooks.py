@@ -7,17 +7,18 @@ method's owner (`HookOwner`) identifies it as ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mame_sd.attach import add_hook, drop_hooks, give_back, hooks_of, place_of, replacements_of
+
 # A module, a place on it, and the method there. Places are "before" and "after" its forward, "end"
 # (after its forward has returned or raised), or the name of the method that is replaced.
 Placed = tuple[nn.Module, str, Any]
-_OFFLOADED = "_old_forward"  # attribute by which accelerate's hooks call a module's forward
 
 
 class HookOwner:
@@ -86,78 +87,35 @@ class InnerHook(HookOwner):
         self.child = there
 
 
-def _our_methods(module: nn.Module) -> Iterator[tuple[dict[Any, Any], Any, MethodType]]:
-    """Yield our methods on `module`: each one's dictionary, its key, and the method."""
-    for there in (module._forward_pre_hooks, module._forward_hooks, module.__dict__):
-        for key, method in there.items():
-            if isinstance(method, MethodType) and isinstance(method.__self__, HookOwner):
-                yield there, key, method
+def is_ours(method: Any) -> bool:
+    """Return True for a method that `put` stores on modules."""
+    return isinstance(method, MethodType) and isinstance(method.__self__, HookOwner)
 
 
 def ours_on(module: nn.Module) -> list[Placed]:
     """List the methods of ours on `module`, with their places."""
-    placed: list[Placed] = []
-    for there, key, method in _our_methods(module):
-        if there is module._forward_pre_hooks:
-            place = "before"
-        elif there is module._forward_hooks:
-            place = "end" if key in module._forward_hooks_always_called else "after"
-        else:
-            place = "forward" if key == _OFFLOADED else key
-        placed.append((module, place, method))
-    return placed
-
-
-def check_free(module: nn.Module, name: str = "forward") -> None:
-    """Raise ValueError if another tool has replaced the method `name` of `module`."""
-    there = module.__dict__.get(slot_of(module, name))
-    if getattr(there, "__func__", None) is getattr(type(module), name):
-        return  # its own method, which transformers 5.0 and accelerate store there
-    if there is not None and not ours_on(module):
-        raise ValueError(
-            f"expected a {type(module).__name__} with its own {name}, found another tool's in its"
-            f" place ({there!r}); apply merging before that tool"
-        )
-
-
-def slot_of(module: nn.Module, name: str) -> str:
-    """Return the attribute by which a method of `module` is replaced."""
-    return _OFFLOADED if name == "forward" and "_hf_hook" in module.__dict__ else name
-
-
-def give_back(module: nn.Module, key: str) -> None:
-    """Give `module` its own method back, which was replaced through the attribute `key`."""
-    del module.__dict__[key]
-    if key == _OFFLOADED:
-        setattr(module, key, MethodType(type(module).forward, module))
+    every = (*hooks_of(module), *replacements_of(module))
+    return [(module, place, method) for place, method in every if is_ours(method)]
 
 
 def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
-    """Put a method on `module`.
-
-    Args:
-        module: the module.
-        place: the place (see `Placed`).
-        method: the hook or the replacement.
-    """
-    if place == "before":
-        module.register_forward_pre_hook(method, with_kwargs=True)
-    elif place in ("after", "end"):
-        module.register_forward_hook(method, always_call=place == "end")
+    """Put a method on `module`, in a place as in `Placed`."""
+    if place in ("before", "after", "end"):
+        add_hook(module, method, place)
     else:
-        setattr(module, slot_of(module, place), method)
+        setattr(*place_of(module, place), method)
 
 
 def take(module: nn.Module, owners: Collection[Any] | None = None) -> None:
     """Take the methods that belong to `owners` off `module`; if None, all of ours."""
-    for there, key, method in [*_our_methods(module)]:
-        if owners is None or method.__self__ in owners:
-            if there is module.__dict__:
-                give_back(module, key)
-            else:
-                del there[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+
+    def theirs(method: Any) -> bool:
+        return is_ours(method) and (owners is None or method.__self__ in owners)
+
+    for _, place, method in ours_on(module):
+        if place not in ("before", "after", "end") and theirs(method):
+            give_back(module, place)
+    drop_hooks(module, theirs)
 
 
 def take_all(target: nn.Module, what: str = "remove_mame") -> None:
@@ -166,9 +124,7 @@ def take_all(target: nn.Module, what: str = "remove_mame") -> None:
     Raise RuntimeError, which names `what`, if another thread is in a forward of the model.
     """
     modules = [*target.modules()]
-    owners: set[Any] = {
-        method.__self__ for module in modules for *_, method in _our_methods(module)
-    }
+    owners: set[Any] = {method.__self__ for module in modules for *_, method in ours_on(module)}
     for one in owners:
         one.shared.check_idle(what)
     for module in modules + observed_by(owners):

@@ -141,11 +141,13 @@ diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False
+attach.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py diffusion/test_restoring.py
+    if refs: => if False:
+    if "_hf_hook" in vars(module) and => if False and
+attach.py: perception/test_tools.py captions/test_captions.py
+    if there is not None and not is_ours(there): => if False:
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
-    if innermost is None: => if True:
     hook.forget() => hook.name
-diffusion/hook_registry.py: diffusion/test_restoring.py
-    offloaded = "_hf_hook" in => offloaded = False and "_hf_hook" in
 diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
