@@ -264,4 +264,7 @@ def _fit_head(
     start = kept.values[:, 0].to(logits.dtype)
     lacking = target * weight - attention @ start
     values = solve_ridge(attention, lacking, RIDGE_VALUES, count, start=start)
-    return within(values, view.values[:, 0]), bias
+    seen = view.values[:, 0]
+    if view.real is not None:  # padding doesn't widen the range
+        seen = seen.where(view.real[:, 0, :, None], kept.values[:, 0, :1])
+    return within(values, seen), bias

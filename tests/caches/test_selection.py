@@ -78,9 +78,11 @@ def test_a_few_tokens_leave_at_least_one(tokens: int) -> None:
         assert one.values.isfinite().all()
 
 
+@pytest.mark.parametrize("sharp", [1, 15])  # sharp attention asks for values out of range
 @pytest.mark.parametrize(("left", "right", "tokens"), [(9, 0, 40), (0, 9, 40), (4, 7, 3)])
-def test_padding_changes_nothing(left: int, right: int, tokens: int) -> None:
+def test_padding_changes_nothing(left: int, right: int, tokens: int, sharp: int) -> None:
     short = view_of(tokens)
+    short = replace(short, keys=sharp * short.keys)
     long = with_padding(short, left, right)
     want, got = shortened([short], 0.4)[0], shortened([long], 0.4)[0]
     assert torch.equal(got.slots - left, want.slots)
