@@ -80,14 +80,14 @@ def compress_cache(
         keep: share of the bytes that stays, in (0, 1]; 1 changes nothing. At least one key of each
             layer stays. Lower values save more memory and time, and move the model's answers
             further from those of the full cache.
-        method: an object with `score` (`mame_sd.caches.selection`) or a `Selection`. If None, the
-            default.
+        method: a function of a layer's `CacheView` that scores its keys, or a `Selection`. If None,
+            the default.
 
     Yields:
         The handle, whose report says what stayed.
 
     Raises:
-        TypeError: `model` isn't a transformers model, or `method` isn't a method.
+        TypeError: `model` isn't a transformers model, or `method` isn't a function.
         ValueError: `keep` is out of range, or the model, its attention or its cache can't be
             compressed.
         RuntimeError: the installed transformers lacks a name that this relies on, or another
@@ -96,6 +96,8 @@ def compress_cache(
             compressed.
     """
     compat.require("transformers")
+    if not (method is None or callable(method) or isinstance(method, Selection)):
+        raise TypeError(f"method: expected a function of a view, got {type(method).__name__}")
     chosen = method if isinstance(method, Selection) else Selection(method)
     every = attention_layers(model)
     config = getattr(model, "generation_config", None)

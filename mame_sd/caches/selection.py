@@ -8,9 +8,9 @@ are ridge regressions towards what the keys had.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,6 @@ SLOT = 4  # bytes of a kept key's slot
 RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # relative to the mean diagonal of the normal equations
 LEAST, MOST_MASS = 1e-2, 1e2  # limits of the factor on a key's mass
 MOST = 1e30  # scores are clamped to it, so that sums over heads are finite
-
-
-class Scores(Protocol):
-    """A method that scores keys."""
-
-    def score(self, view: CacheView) -> Tensor:
-        """Return a number for each key of one layer, [B, h, L]; the highest ones stay."""
 
 
 class ScoredLayer(NamedTuple):
@@ -53,33 +46,21 @@ class Selection:
     of an equal share. A subclass may shorten caches by its own steps.
 
     Attributes:
-        method: scores the keys. If None, the attention of the prompt's own queries, moved to future
-            positions.
+        score: returns a number for each key of a layer, [B, h, L]; the highest ones stay. If None,
+            the attention of the prompt's own queries, moved to future positions.
     """
 
-    method: Scores | None = None
-
-    def __post_init__(self) -> None:
-        method = self.method
-        if isinstance(method, type):
-            name = method.__name__
-            raise TypeError(f"method: expected an object, got the class {name}; write {name}()")
-        if method is not None and not callable(getattr(method, "score", None)):
-            raise TypeError(
-                f"method: expected an object with score(view), got {type(method).__name__}"
-            )
+    score: Callable[[CacheView], Tensor] | None = None
 
     def score_layer(self, view: CacheView, keep: float) -> ScoredLayer:
         """Score the keys of a layer, and choose the queries that its values will be fitted to."""
-        method = self.method
         moved, valid = view.future_queries(SCORING, AHEAD)
-        scores = future_attention(view, moved, valid) if method is None else method.score(view)
+        scores = future_attention(view, moved, valid) if self.score is None else self.score(view)
         real = isinstance(scores, Tensor) and not scores.is_complex()
         if not real or scores.shape != view.slots.shape:
             got = list(scores.shape) if real else type(scores).__name__
             raise ValueError(
-                f"{type(method).__name__}.score: expected a number for each key,"
-                f" {list(view.slots.shape)}, got {got}"
+                f"method: expected a number for each key, {list(view.slots.shape)}, got {got}"
             )
         return ScoredLayer(with_fixed_keys(scores, view, keep), *_fewer(moved, valid))
 
@@ -283,4 +264,7 @@ def _fit_head(
     start = kept.values[:, 0].to(logits.dtype)
     lacking = target * weight - attention @ start
     values = solve_ridge(attention, lacking, RIDGE_VALUES, count, start=start)
-    return within(values, view.values[:, 0]), bias
+    seen = view.values[:, 0]
+    if view.real is not None:  # padding doesn't widen the range
+        seen = seen.where(view.real[:, 0, :, None], kept.values[:, 0, :1])
+    return within(values, seen), bias

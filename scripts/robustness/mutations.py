@@ -173,6 +173,8 @@ config.py: test_config.py diffusion/test_processor.py
     changes = {other: None, **changes} => changes = {**changes}
 caches/view.py: caches
     self.slots[:, :, None, None] > slots.view(-1, 1) => self.slots[:, :, None, None] >= 9**9
+caches/selection.py: caches
+    if view.real is not None:  # padding => if False:  # padding
 caches/layer.py: caches
     self.seen += new => self.seen += 1
     (mask + bias.unsqueeze(2).to(dtype)).clamp => mask.clamp

@@ -78,9 +78,11 @@ def test_a_few_tokens_leave_at_least_one(tokens: int) -> None:
         assert one.values.isfinite().all()
 
 
+@pytest.mark.parametrize("sharp", [1, 15])  # sharp attention asks for values out of range
 @pytest.mark.parametrize(("left", "right", "tokens"), [(9, 0, 40), (0, 9, 40), (4, 7, 3)])
-def test_padding_changes_nothing(left: int, right: int, tokens: int) -> None:
+def test_padding_changes_nothing(left: int, right: int, tokens: int, sharp: int) -> None:
     short = view_of(tokens)
+    short = replace(short, keys=sharp * short.keys)
     long = with_padding(short, left, right)
     want, got = shortened([short], 0.4)[0], shortened([long], 0.4)[0]
     assert torch.equal(got.slots - left, want.slots)
@@ -174,13 +176,9 @@ def test_half_precision_comes_near() -> None:
     [(torch.zeros(1, 2, 3), r"\[1, 2, 3\]"), (None, "NoneType"), (torch.zeros(1) * 1j, "Tensor")],
 )
 def test_scores_that_are_no_number_for_each_key_are_refused(found: Any, got: str) -> None:
-    class Odd:
-        def score(self, view: CacheView) -> Any:
-            return found
-
-    message = rf"Odd.score: expected a number for each key, \[1, 2, 40\], got {got}"
+    message = rf"method: expected a number for each key, \[1, 2, 40\], got {got}"
     with pytest.raises(ValueError, match=message):
-        shortened([view_of()], 0.5, Selection(Odd()))
+        shortened([view_of()], 0.5, Selection(lambda view: found))
 
 
 def test_a_layer_s_mask_adds_the_bias_of_keys_and_hides_padding() -> None:

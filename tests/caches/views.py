@@ -54,7 +54,7 @@ def with_padding(view: CacheView, left: int, right: int) -> CacheView:
     """Return the same sample with padding on both sides."""
 
     def around(t: Tensor) -> Tensor:
-        return F.pad(t, (0, 0, left, right), value=3.0)
+        return F.pad(t, (0, 0, left, right), value=30.0)
 
     total = left + view.seen + right
     tokens = torch.zeros(1, total, dtype=torch.bool)
