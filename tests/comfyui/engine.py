@@ -19,8 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd import embedded_model_path
-
 CHECKOUT = os.environ.get("MAME_COMFYUI", "")
 needs_engine = pytest.mark.skipif(not CHECKOUT, reason="MAME_COMFYUI names no checkout of ComfyUI")
 
@@ -184,39 +182,3 @@ def sampled(
             seed=0,
         )
     return result
-
-
-def embedded_transformer() -> Any:
-    """Load the embedded transformer's weights into ComfyUI's SD3, by the engine's names."""
-    comfy, path = engine(), Path(embedded_model_path("transformer")) / "transformer"
-    weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))
-    texts, last = weights["context_embedder.weight"].shape, 5
-    linear = {"in_features": texts[1], "out_features": texts[0]}
-    size = {"depth": 4, "num_blocks": last + 1, "in_channels": 4, "num_patches": 32 * 32}
-    size |= {"pos_embed_max_size": 32, "out_channels": 4}
-    size["context_embedder_config"] = {"target": "torch.nn.Linear", "params": linear}
-    size["adm_in_channels"] = weights["time_text_embed.text_embedder.linear_1.weight"].shape[1]
-    model = patcher("SD3", **size, qk_norm="rms", x_block_self_attn_layers=[])
-    names = comfy.utils.mmdit_to_diffusers(size)
-    swap = next(to[2] for to in names.values() if isinstance(to, tuple) and len(to) == 3)
-    for end in ("weight", "bias"):  # the table takes the block of number `depth` for the last
-        for i in range(last + 1):
-            to = f"joint_blocks.{i}.context_block.adaLN_modulation.1.{end}"
-            theirs = f"transformer_blocks.{i}.norm1_context.linear.{end}"
-            names[theirs] = (to, None, swap) if i == last else to
-    _load(model, weights, names)
-    return model
-
-
-def _load(model: Any, weights: dict[str, Tensor], names: dict[str, Any]) -> None:
-    """Fill the model with all of `weights` by the engine's names, parts and changes of them."""
-    ours, left = dict(model.model.diffusion_model.state_dict()), set(weights)
-    for theirs in left & set(names):
-        entry = names[theirs]
-        name, part, change = (*(entry if isinstance(entry, tuple) else (entry,)), None, None)[:3]
-        value = weights[theirs].float()
-        value = value if change is None else change(value)
-        target = ours[name] if part is None else ours[name].narrow(*part)
-        target.copy_(value.reshape(target.shape))
-        left.remove(theirs)
-    assert not left, sorted(left)
