@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from packaging.version import Version
 
 from mame_sd import apply_mame, remove_mame
 from tests.builders.pipelines import once
-from tests.builders.tiny import LATENT, one_level_unet, tiny_pipeline, unet_inputs
+from tests.builders.tiny import tiny_pipeline
 from tests.builders.transformers import H, W, normal, run
 from tests.matrix import caches, features, transformers, unets
 from tests.matrix.checks import check_row
@@ -73,13 +72,6 @@ def test_every_cache_of_diffusers_is_tried() -> None:
 
 
 FLUX = case("FluxTransformer2DModel", image=BLC, num_layers=1)  # one block of each kind
-UNET = partial(one_level_unet, transformer_layers_per_block=1)
-
-
-def unet_call(step: int, size: int) -> dict[str, Any]:
-    side = (LATENT, 24)[size]
-    inputs = unet_inputs(UNET(), height=side, width=side, seed=step)
-    return {**inputs, "timestep": torch.tensor(100 * step)}
 
 
 def flux_call(step: int, size: int) -> dict[str, Any]:
@@ -92,25 +84,17 @@ def flux_call(step: int, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("build", "call"),
-    [(FLUX.build, flux_call), pytest.param(UNET, unet_call, marks=pytest.mark.matrix)],
-    ids=["Flux", "UNet"],
-)
-def test_one_graph_for_each_size(
-    build: Callable[[], Any], call: Callable[[int, int], dict[str, Any]]
-) -> None:
+def test_one_graph_for_each_size() -> None:
     """It serves all later steps, guided pairs of the same latents too, also when a size returns."""
     torch.compiler.reset()
-    model, steps = build(), [call(4, 0), call(6, 1), call(7, 0)]
-    latents = steps[2].get("sample", steps[2].get("hidden_states"))
-    latents[:1] = latents[1:]
+    model, steps = FLUX.build(), [flux_call(4, 0), flux_call(6, 1), flux_call(7, 0)]
+    steps[2]["hidden_states"][:1] = steps[2]["hidden_states"][1:]
     handle = apply_mame(model, keep=0.5, min_tokens=60)
     expected = [run(step, model) for step in steps]
     handle.reset()
     model.compile(backend="eager", fullgraph=True)
     for size in range(2):
-        run(call(1, size), model)
+        run(flux_call(1, size), model)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step, eager in zip(steps, expected, strict=True):
             torch.testing.assert_close(run(step, model), eager, rtol=1e-4, atol=1e-4)

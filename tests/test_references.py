@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from mame_sd import (
     MaMeAttnProcessor,
     MaMeConfig,
-    NothingMergedError,
     apply_mame,
     remove_mame,
 )
@@ -156,20 +155,6 @@ def test_mlps_are_restored_on_the_grid_of_each_reference(edit: Edit) -> None:
     assert {call.chosen.tokens_in for call in calls} == {H * W if small else whole}
     remove_mame(model)
     assert torch.equal(output_of(inputs, model), before)
-
-
-def test_tokens_of_references_that_merge_count() -> None:
-    """Whether a layer is large enough: they are keys that merge like the image's."""
-    edit = EDITS[0]
-    model, inputs = built(edit)
-    least = H * W + 1
-    handle = apply_mame(model, keep=KEEP, min_tokens=least)
-    output_of(inputs, model)
-    with pytest.raises(NothingMergedError, match=f"fewer than min_tokens={least}"):
-        handle.report()
-    handle.set(references=SHARE)
-    output_of(inputs, model)
-    assert all(layer.merged for layer in handle.report().layers)
 
 
 def test_by_default_references_merge_like_the_image() -> None:

@@ -1,7 +1,6 @@
 """The real engine, if MAME_COMFYUI names a checkout of ComfyUI with its requirements installed.
 
-Tiny models of its own classes have their sizes in `tiny.json`: those of "tiny" merge, and those of
-"hidden" pass their attention to no node.
+Tiny models of its own classes have their sizes in `tiny.json`.
 """
 
 from __future__ import annotations
@@ -69,8 +68,12 @@ def _tiny(constants: Mapping[str, Any] | None = None, **fields: Any) -> Tiny:
     return Tiny(constants=made, **fields)
 
 
-TABLES = json.loads(Path(__file__).with_name("tiny.json").read_text(encoding="utf-8"))
-TINY, HIDDEN = ({n: _tiny(**row) for n, row in TABLES[kind].items()} for kind in ("tiny", "hidden"))
+TINY = {
+    name: _tiny(**row)
+    for name, row in json.loads(
+        Path(__file__).with_name("tiny.json").read_text(encoding="utf-8")
+    ).items()
+}
 # What 0.3.64, the oldest engine that the node runs in, does otherwise than 0.33.0 has it recorded.
 OLDEST = "0.3.64"
 OTHER_CALLS = {
@@ -78,7 +81,6 @@ OTHER_CALLS = {
     "Z-Image": "pads no image",
 }
 OTHER_MODELS = {
-    "PixArt": "draws on CUDA",
     "Qwen-Image Layered": "has one layer",
     "Wan S2V": "lets no node change its attention",
     "Z-Image, longer contexts than the image": "takes no references",
@@ -95,11 +97,11 @@ def skip_other(name: str, others: dict[str, str]) -> None:
         pytest.skip(f"{name} of {version} {others[name]}")
 
 
-def patcher(name: str, **size: Any) -> Any:
-    """ComfyUI's ModelPatcher around a tiny model of `TINY` or `HIDDEN`, with seeded weights."""
-    comfy, tiny = engine(), (TINY | HIDDEN)[name]
+def patcher(name: str) -> Any:
+    """ComfyUI's ModelPatcher around a tiny model of `TINY`, with seeded weights."""
+    comfy, tiny = engine(), TINY[name]
     torch.manual_seed(0)
-    model = _made(comfy, tiny, {**tiny.size, **size, "dtype": torch.float32})
+    model = _made(comfy, tiny, {**tiny.size, "dtype": torch.float32})
     for key, tensor in model.diffusion_model.state_dict().items():
         if tensor.is_floating_point() and not key.startswith("__"):
             torch.nn.init.normal_(tensor, std=0.3)
@@ -122,7 +124,7 @@ def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
 
 def inputs(name: str, batch: int | None = None, seed: int = 1) -> dict[str, Any]:
     """Return the arguments of `apply_model`."""
-    tiny, generator = (TINY | HIDDEN)[name], torch.Generator().manual_seed(seed)
+    tiny, generator = TINY[name], torch.Generator().manual_seed(seed)
     batch = tiny.batch if batch is None else batch
     values: dict[str, Any] = {
         "x": torch.randn(batch, *tiny.latent, generator=generator),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tests.comfyui.engine import (
-    HIDDEN,
     OTHER_CALLS,
     OTHER_MODELS,
     TINY,
@@ -76,24 +75,6 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
     ]
     assert seen
     assert [one for one in seen if one not in known] == []
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -> None:
-    """Check the reason for refusing it: an override of another node sees none of its attention."""
-    skip_other(name, OTHER_MODELS)
-    if not hasattr(engine().supported_models, HIDDEN[name].config):
-        pytest.skip(f"this engine has no {name} yet")
-    model, seen = patcher(name), []
-
-    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(args)
-        return function(*args, **kwargs)
-
-    assert torch.isfinite(call(model, name, {"optimized_attention_override": override})).all()
-    assert seen == []
-    with pytest.raises(ValueError, match=f"{name} does not merge, since ComfyUI lets no"):
-        applied(node, model)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
@@ -17,11 +16,10 @@ from mame_sd import apply_mame, remove_mame
 from mame_sd.core.groups import Groups
 from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
-from tests.builders.pipelines import SIDE, controlnet, noise, quiet
+from tests.builders.pipelines import SIDE, controlnet, noise
 from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
-from tests.builders.transformers import TEXT, normal, run
-from tests.matrix.models.registry import MODELS as TINY
+from tests.builders.transformers import normal, run
 from tests.matrix.transformers import ROWS, run_wan22, wan22
 
 
@@ -88,6 +86,7 @@ def unknown(handle: Any, inputs: dict[str, Any]) -> None:
 
 BETWEEN: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], bool]] = {
     "nothing": (lambda handle, inputs: None, True),
+    "a shorter text": (other("encoder_hidden_states", lambda t: t[:, 1:]), True),
     "a third call": (lambda handle, inputs: handle.root(**with_another_text(inputs)), True),
     "an equal timestep": (other("timestep", torch.clone), True),
     "another timestep": (other("timestep", lambda t: t - 20), False),
@@ -370,41 +369,15 @@ def test_each_of_two_attentions_of_a_layer_has_its_own_plan(planned: list[Groups
     assert made[0] == made[1] > 0
 
 
-def texts(shorter: int = 1) -> dict[str, Tensor]:
-    """Return the embeddings of a prompt, those of a shorter negative prompt, and their masks."""
-    found = {
-        "prompt_embeds": normal(1, TEXT, 16),
-        "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1),
-    }
-    masks = {f"{name}_mask": text.new_ones(text.shape[:2]).long() for name, text in found.items()}
-    return found | masks
-
-
-def qwen() -> tuple[Any, Callable[[], Any]]:
-    transformer = TINY["QwenImageTransformer2DModel"].build()
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe = quiet(diffusers.QwenImagePipeline(scheduler, None, None, None, transformer))
-    size = {"height": 128, "width": 192, "num_inference_steps": 2, "output_type": "latent"}
-    return pipe, lambda: pipe(**texts(), **size, true_cfg_scale=3.0)
-
-
-def wan() -> tuple[Any, Callable[[], Any]]:
+def test_a_pipeline_that_calls_twice_plans_once(planned: list[Groups]) -> None:
+    """Each transformer of Wan 2.2 takes two steps of two calls each."""
     pipe = wan22()
-    return pipe, lambda: run_wan22(pipe)
-
-
-@pytest.mark.parametrize("made", [qwen, wan])
-def test_pipelines_that_call_twice_plan_once(
-    made: Callable[[], tuple[Any, Callable[[], Any]]], planned: list[Groups]
-) -> None:
-    """Each transformer takes two steps of two calls each."""
-    pipe, generate = made()
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
     for pairs, plans in ((True, 1), (False, 2)):
         handle.set(share_guidance_plan=pairs)
         handle.reset()
         planned.clear()
-        generate()
+        run_wan22(pipe)
         layers = [entry for entry in handle.report().layers if entry.merged]
         assert layers, "something merges"
         assert all(entry.calls == 4 for entry in layers)

@@ -245,12 +245,6 @@ def test_settings_of_a_layer_may_compute_all_text_tokens() -> None:
     assert keys == {inputs["encoder_hidden_states"].shape[1]}
 
 
-def test_a_model_without_values() -> None:
-    model, inputs = model_and_inputs("SD 3")
-    apply_mame(model.to("meta"), keep=0.5, min_tokens=16)
-    assert output(model, {name: t.to("meta") for name, t in inputs.items()}).is_meta
-
-
 @torch.no_grad()
 def test_a_block_called_with_another_image_gets_all_text_tokens() -> None:
     model, inputs = model_and_inputs("SD 3")

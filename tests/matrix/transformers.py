@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tests.builders.caches import PYRAMID
 from tests.builders.tiny import seeded
-from tests.builders.transformers import TEXT, H, W, flux_inputs, normal, run
+from tests.builders.transformers import TEXT, normal, run
 from tests.matrix.models.case import Case, case
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
@@ -101,15 +100,7 @@ def on_both(switch: Callable[[Any], Any]) -> Callable[[Any], None]:
 WAN22 = partial(Row, build=wan22, run=run_wan22, merges={32: 4}, min_tokens=16)
 
 
-def reference_image() -> dict[str, Any]:
-    """Flux Kontext: the tokens of a second image, 4 x 6, behind those of the generated one."""
-    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(6.0))
-    ids = torch.cat([flux_inputs()["img_ids"], second])
-    return {"img_ids": ids, "hidden_states": normal(2, H * W + 24, 4)}
-
-
 FLUX, SD3 = MODELS["FluxTransformer2DModel"], MODELS["SD3Transformer2DModel"]
-KONTEXT = replace(FLUX, inputs=lambda: {**FLUX.inputs(), **reference_image()})
 SD35 = case(SD3.name, SD3.inputs, sample_size=32, dual_attention_layers=(0,), qk_norm="rms_norm")
 NEWEST = "0.42.0"  # the version of diffusers that has the rows of `new`
 new = partial(row, modes={"keep": {"keep": 0.5}}, since=NEWEST)
@@ -117,15 +108,7 @@ new = partial(row, modes={"keep": {"keep": 0.5}}, since=NEWEST)
 ROWS = [
     row("PixArt", "PixArtTransformer2DModel", {96: 2}, processor=""),
     row("Stable Diffusion 3", "SD3Transformer2DModel", {96: 2}),
-    row("Stable Diffusion 3.5", SD35, {96: 3}, sweep=True),
     row("Flux", FLUX, {96: 4}, loads=True),
-    row(
-        "Flux Kontext, `references=0.5`",
-        KONTEXT,
-        {120: 4},
-        modes={"keep": {"keep": 0.5, "references": 0.5}},
-        processor="",
-    ),
     row("Wan (video)", "WanTransformer3DModel", {288: 2}, loads=True),
     new(
         "Flux 2 with a LoRA",

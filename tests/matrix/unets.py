@@ -51,10 +51,4 @@ ROWS = [
     ),
     row("Latent upscaler", LATENT_UPSCALER, {24: 4}, processor="", min_tokens=16),
     row("AnimateDiff", MOTION, {256: 3, 64: 1}, processor="same"),
-    row(
-        "Stable Video Diffusion",
-        "UNetSpatioTemporalConditionModel",
-        {96: 3},
-        processor="",
-    ),
 ]
