@@ -18,13 +18,11 @@ def nothing(subject: Any) -> None:
     """Switch nothing on, for rows whose feature is the pipeline itself."""
 
 
-def param(value: Any, sweep: bool = False, since: str = "0") -> Any:
-    """Return a parameter of a test, skipped with an older diffusers or without `--sweep`."""
-    name = getattr(value, "name", value)
+def param(value: Any, since: str) -> Any:
+    """Return a parameter of a test, skipped with an older diffusers."""
     old = Version(diffusers.__version__) < Version(since)
-    marks = [pytest.mark.skipif(old, reason=f"needs diffusers {since}")]
-    marks += [pytest.mark.matrix] if sweep else []
-    return pytest.param(value, id=name, marks=marks)
+    mark = pytest.mark.skipif(old, reason=f"needs diffusers {since}")
+    return pytest.param(value, id=value.name, marks=mark)
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,6 @@ class Row:
             by it; "error" that tells to use `apply_mame`.
         one_liner: the table's words if `processor` is "".
         since: the first version of diffusers in which this works here without our code.
-        sweep: `make test` leaves it out, because another row runs the same code.
     """
 
     name: str
@@ -71,4 +68,3 @@ class Row:
     processor: Processor = ""
     one_liner: str = ""
     since: str = "0"
-    sweep: bool = False
