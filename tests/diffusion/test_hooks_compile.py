@@ -15,14 +15,6 @@ from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.tiny import one_level_unet, unet_inputs
 
 
-@pytest.fixture(autouse=True)
-def graphs() -> Counter[str]:
-    """Return Dynamo's counters, such as "unique_graphs", before anything is compiled."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    return torch._dynamo.utils.counters["stats"]
-
-
 @pytest.mark.compiles
 def test_calls_of_one_graph_are_counted(graphs: Counter[str]) -> None:
     attn: Attention = attention()
@@ -65,6 +57,7 @@ def test_steps_are_one_graph_with_rules_where_a_forward_is_compiled_under_the_ho
     assert graphs["unique_graphs"] == 1
 
 
+@pytest.mark.usefixtures("graphs")
 def test_applying_to_a_compiled_model_takes_effect() -> None:
     attn, x = attention(), tokens()
     with torch.no_grad():

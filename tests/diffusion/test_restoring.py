@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -617,7 +617,6 @@ def test_a_block_with_a_timestep_for_each_token_is_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer merges")
-@pytest.mark.filterwarnings("ignore:.*no layer merges")
 @pytest.mark.parametrize("cache", [PYRAMID, faster(distilled=True)], ids=lambda cache: cache.name)
 @pytest.mark.parametrize("first", ["cache", "restoring"])
 def test_a_block_with_cached_attention_is_left_alone(cache: Any, first: str) -> None:
@@ -711,35 +710,28 @@ def test_an_ip_adapter_with_masks(kind: str) -> None:
 # ----------------------------------------------------- graphs
 
 
-@contextmanager
-def fresh_graphs() -> Iterator[Any]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters["stats"]
-    torch._dynamo.reset()
-
-
 @pytest.mark.compiles
-@pytest.mark.parametrize(("kind", "blocks", "graphs"), [("mlp", 1, 1), ("block", 3, 2)])
-def test_repeated_blocks_compile_once(kind: str, blocks: int, graphs: int) -> None:
+@pytest.mark.parametrize(("kind", "blocks", "count"), [("mlp", 1, 1), ("block", 3, 2)])
+def test_repeated_blocks_compile_once(
+    kind: str, blocks: int, count: int, graphs: Counter[str]
+) -> None:
     """Blocks compile as often as without hooks: the first block's input has other strides."""
     unet = one_level_unet(transformer_layers_per_block=blocks)
     handle = restored(unet, kind)
     want = run_unet(unet)
-    with fresh_graphs() as counted:
-        unet.compile_repeated_blocks(fullgraph=True, backend="eager")
-        torch.testing.assert_close(run_unet(unet), want)
-        assert counted["unique_graphs"] == graphs
+    unet.compile_repeated_blocks(fullgraph=True, backend="eager")
+    torch.testing.assert_close(run_unet(unet), want)
+    assert graphs["unique_graphs"] == count
     assert reasons(handle, kind) == {""}
 
 
 @pytest.mark.compiles
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("name", FUSED)
 def test_blocks_that_fuse_mlp_and_attention_compile_to_one_graph(name: str) -> None:
     model, once, _ = fused_model(name)
     restored(model, "mlp")
     want = once()
-    with fresh_graphs():
-        for block in model.get_submodule("single_transformer_blocks").children():
-            block.compile(fullgraph=True, backend="eager")
-        torch.testing.assert_close(once(), want)
+    for block in model.get_submodule("single_transformer_blocks").children():
+        block.compile(fullgraph=True, backend="eager")
+    torch.testing.assert_close(once(), want)

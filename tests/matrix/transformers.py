@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 from peft import LoraConfig
 from torch import Tensor
 
-from tests.builders.caches import PYRAMID
 from tests.builders.tiny import seeded
 from tests.builders.transformers import TEXT, normal, run
 from tests.matrix.models.case import Case, case
@@ -71,7 +69,7 @@ def wan22() -> Any:
     return pipe
 
 
-def run_wan22(pipe: Any, steps: int = 4) -> Tensor:
+def run_wan22(pipe: Any) -> Tensor:
     """Latents of 2 x 4 x 4 tokens; each transformer takes half of the steps, of two calls."""
     output: Tensor = pipe(
         prompt_embeds=normal(1, TEXT, 16),
@@ -79,25 +77,12 @@ def run_wan22(pipe: Any, steps: int = 4) -> Tensor:
         height=64,
         width=64,
         num_frames=5,
-        num_inference_steps=steps,
+        num_inference_steps=4,
         generator=torch.Generator().manual_seed(0),
         output_type="latent",
         return_dict=False,
     )[0]
     return output
-
-
-def on_both(switch: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a switch of a pipeline with two transformers."""
-
-    def switched(pipe: Any) -> None:
-        for transformer in (pipe.transformer, pipe.transformer_2):
-            switch(transformer)
-
-    return switched
-
-
-WAN22 = partial(Row, build=wan22, run=run_wan22, merges={32: 4}, min_tokens=16)
 
 
 FLUX, SD3 = MODELS["FluxTransformer2DModel"], MODELS["SD3Transformer2DModel"]
@@ -118,11 +103,5 @@ ROWS = [
         undo=unload_lora,
     ),
     new("Z-Image", "ZImageTransformer2DModel", {96: 3}, processor="", loads=True),
-    WAN22("Wan 2.2"),
-    WAN22(
-        "Wan 2.2 with PyramidAttentionBroadcast",
-        run=partial(run_wan22, steps=8),
-        switch=on_both(PYRAMID.enable),
-        undo=on_both(PYRAMID.disable),
-    ),
+    Row("Wan 2.2", wan22, run_wan22, {32: 4}, min_tokens=16),
 ]
