@@ -21,7 +21,9 @@ from tests.builders.pipelines import SIDE, controlnet, noise
 from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import normal, run
-from tests.matrix.transformers import ROWS, run_wan22, wan22
+from tests.matrix.models.case import Case
+from tests.matrix.models.registry import MODELS
+from tests.matrix.transformers import SD35, run_wan22, wan22
 
 
 def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -292,9 +294,6 @@ def test_removal_leaves_no_hook(cleared: bool) -> None:
     assert hook_on(copied, "mame_step") is None
 
 
-MODELS = {row.name: row for row in ROWS}
-
-
 def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the inputs of the guided call of two samples, and of the unguided call."""
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
@@ -307,10 +306,13 @@ def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-@pytest.mark.parametrize("name", ["Flux", "Wan (video)", "Stable Diffusion 3.5"])
-def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Groups]) -> None:
-    row = MODELS[name]
-    model, inputs = row.build(), dict(row.inputs)
+@pytest.mark.parametrize(
+    "case",
+    [MODELS["FluxTransformer2DModel"], MODELS["WanTransformer3DModel"], SD35],
+    ids=lambda case: case.name,
+)
+def test_two_calls_give_what_a_batch_of_both_gives(case: Case, planned: list[Groups]) -> None:
+    model, inputs = case.build(), case.inputs()
     guided, unguided = halves(inputs)
     rules = {"*0*": {"keep": 0.4, "fit_queries": 0}}
     handle = apply_mame(model, min_tokens=1, keep=0.25, layers=rules)
@@ -328,8 +330,7 @@ def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Grou
 
 
 def test_a_layer_that_a_model_calls_twice_merges_anew_each_time(planned: list[Groups]) -> None:
-    row = MODELS["Stable Diffusion 3.5"]
-    model, inputs = row.build(), dict(row.inputs)
+    model, inputs = SD35.build(), SD35.inputs()
     first, *others = model.transformer_blocks
     model.transformer_blocks = torch.nn.ModuleList([first, first, *others])
     handle = apply_mame(model, min_tokens=1, keep=0.25)

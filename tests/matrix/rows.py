@@ -34,7 +34,6 @@ class Row:
         build: a pipeline or model that was never touched, the same each time.
         run: one call of it, seeded; the images or the model's output.
         merges: how many layers merge, by their number of tokens.
-        inputs: of a model by itself, what `run` calls it with.
         switch: turns the feature on; must work before `apply_mame` and after it, with the same
             result.
         undo: turns it off again; merging must go on as if it had never been on.
@@ -55,7 +54,6 @@ class Row:
     build: Callable[[], Any]
     run: Callable[[Any], Tensor]
     merges: Mapping[int, int]
-    inputs: Mapping[str, Any] = field(default_factory=dict)
     switch: Callable[[Any], Any] = nothing
     undo: Callable[[Any], Any] | None = None
     target: Callable[[Any], Any] = lambda subject: subject
