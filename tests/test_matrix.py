@@ -1,4 +1,4 @@
-"""The compatibility matrix: each row is checked as `tests/matrix/checks.py` says."""
+"""The compatibility matrix: each row is checked as `tests/matrix/rows.py` says."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from tests.builders.pipelines import once
 from tests.builders.tiny import tiny_pipeline
 from tests.builders.transformers import H, W, normal, run
 from tests.matrix import caches, features, transformers, unets
-from tests.matrix.checks import check_row
 from tests.matrix.models.case import BLC, case
-from tests.matrix.rows import Row, param
+from tests.matrix.rows import Row, check_row, param
 from tests.matrix.table import PAGE, page
 
 ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS]

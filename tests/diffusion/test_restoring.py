@@ -38,7 +38,7 @@ from tests.builders.tiny import (
     tiny_unet,
     unet_inputs,
 )
-from tests.builders.transformers import TEXT, run
+from tests.builders.transformers import TEXT, normal, run
 from tests.matrix.features import load_ip_adapter
 from tests.matrix.models.registry import MODELS, tiny_model
 from tests.matrix.models.restored import SETTINGS, Restored, restoring
@@ -223,9 +223,7 @@ CONCATENATED = ["CogVideoXTransformer3DModel", "CogView3PlusTransformer2DModel"]
 def with_text(name: str, count: int) -> tuple[nn.Module, dict[str, Any]]:
     model, inputs = tiny_model(name)
     batch, _, channels = inputs["encoder_hidden_states"].shape
-    inputs["encoder_hidden_states"] = torch.randn(
-        batch, count, channels, generator=torch.Generator().manual_seed(0)
-    )
+    inputs["encoder_hidden_states"] = normal(batch, count, channels)
     return model, inputs
 
 
@@ -479,7 +477,7 @@ def test_tools_around_the_activation_get_the_columns_of_each_token(
 
 
 def test_tokens_of_another_batch_are_all_computed() -> None:
-    x = torch.randn(2, 64, 4, generator=torch.Generator().manual_seed(0))
+    x = normal(2, 64, 4)
     cells, count = cells_and_count((8, 8), 0.25, 0, x.device)
     rows = Rows(choose_tokens(x, cells, count), Tokens((8, 8)))
     part = rows.take(x)
@@ -671,7 +669,7 @@ def test_double_self_attention_is_left_alone() -> None:
         Transformer2DModel, 0, num_attention_heads=2, attention_head_dim=8, in_channels=8,
         norm_num_groups=4, double_self_attention=True,
     )  # fmt: skip
-    x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    x = normal(2, 8, 8, 8)
     with pytest.raises(ValueError, match=f"^block_keep: .*: {SEVERAL}"):
         restored(model, "block")
     assert len(checked(restored(model, "mlp"), lambda: model(x))) == 1
@@ -692,7 +690,7 @@ def test_a_cross_attention_without_a_text_is_a_second_self_attention() -> None:
 def test_an_ip_adapter_with_masks(kind: str) -> None:
     pipe = tiny_pipeline()
     load_ip_adapter(pipe)
-    image = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1))
+    image = normal(2, 1, 16, seed=1)
     masks = torch.zeros(1, 1, 32, 32)
     masks[..., :16] = 1
     handle = restored(pipe, kind)
