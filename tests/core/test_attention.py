@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mame_sd import attention
 from mame_sd.core import reference
@@ -368,6 +369,17 @@ def test_errors_are_one_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         attention(**call)
     assert "\n" not in str(caught.value)
+
+
+def test_shapes_propagate_without_numbers() -> None:
+    mode = FakeTensorMode()
+    mask, leader = torch.ones(2, 1, 1, COUNT, dtype=torch.bool), torch.tensor([1, 1])
+    q, k, v, mask, leader = (mode.from_tensor(t) for t in (*case(4, 2), mask, leader))
+    for counts in (True, False):
+        call: Any = {"attn_mask": mask} if counts else {"kernel": lambda q, k, v, enable_gqa: q}
+        with mode:
+            found = attention(q, k, v, GRID, BEFORE, AFTER, leader=leader, **call)
+        assert found.shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
