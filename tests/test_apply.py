@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import subprocess
 import sys
@@ -113,6 +114,28 @@ def test_what_is_no_denoiser_is_told_how_a_vision_transformer_is_described(
     for call in (apply_mame, lambda model: mame(model).__enter__()):
         with pytest.raises(ValueError, match=f"got {kind.__name__}; .*register_encoder"):
             call(kind(config))
+
+
+@torch.no_grad()
+def test_blocks_left_in_any_order_leave_nothing() -> None:
+    row = VIT
+    model, inputs = row.build(), row.batch()
+    plain = model(**inputs).logits
+    one, two, three = (mame(target, keep=0.6) for target in (model, model.vit, model))
+    for block in (one, two, three):
+        block.__enter__()
+    merged = model(**inputs).logits
+    for block in (two, one):  # the last one's merging is in force
+        block.__exit__(None, None, None)
+        assert torch.equal(model(**inputs).logits, merged)
+    three.__exit__(None, None, None)
+    assert torch.equal(model(**inputs).logits, plain)
+    assert not has_encoder_hooks(model)
+    with mame(model, keep=0.6):
+        copied = copy.deepcopy(model)
+    assert torch.equal(copied(**inputs).logits, merged), "a copy merges until remove_mame"
+    remove_mame(copied)
+    assert torch.equal(copied(**inputs).logits, plain)
 
 
 class Mine(torch.nn.Module):
