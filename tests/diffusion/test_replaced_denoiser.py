@@ -61,21 +61,6 @@ def test_nothing_is_told_once_merging_is_removed(removed: str) -> None:
     assert "_mame_check" not in vars(pipe)
 
 
-def test_nothing_is_told_while_merging_is_off() -> None:
-    pipe = tiny_pipeline()
-    plain, handle = once(pipe), apply_mame(pipe, **MERGING)
-    handle.active = False
-    mine = pipe.unet
-    with handle.using():
-        pipe.unet = other()
-        check_refused(pipe)
-    assert torch.equal(once(pipe), plain)
-    pipe.unet = mine
-    handle.active = True
-    pipe.unet = other()
-    check_refused(pipe)
-
-
 def test_a_copy_that_merges_and_a_wrapper_may_take_the_place() -> None:
     pipe = tiny_pipeline()
     apply_mame(pipe, **MERGING)
@@ -126,17 +111,6 @@ def test_a_shallow_copy_has_denoisers_of_its_own() -> None:
 
 def lone_steps(pipeline: Any) -> Any:
     return pipeline.progress_bar(range(2))
-
-
-def test_another_blocks_hooks_leave_the_check_as_it_was() -> None:
-    """A call within the block removes the check, since its handle's hooks are off the model."""
-    pipe = tiny_pipeline()
-    handle = apply_mame(pipe, **MERGING)
-    with mame(pipe.unet, **MERGING):
-        once(pipe)
-    with handle.using():
-        pipe.unet = other()
-        check_refused(pipe)
 
 
 def test_a_progress_bar_of_the_users_stays() -> None:
