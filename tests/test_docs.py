@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import typer
-import yaml
 from PIL import Image
 from typer.main import get_command
 
@@ -66,15 +65,6 @@ def test_every_command_and_option_has_help() -> None:
             for parameter in command.params:
                 said = getattr(parameter, "help", None)
                 assert said or parameter.param_type_name == "argument", f"{name} {parameter.name}"
-
-
-def test_readme_names_and_counts_denoisers_as_the_matrix_does() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    ((classes, merge),) = re.findall(r"^(\d+) classes: (\d+) merge,", page, re.M)
-    assert f"{merge} of diffusers' {classes} denoisers" in README
-    (names,) = re.findall(r"denoisers merge. Among them are ([^.(]*) \(", README)
-    for name in " ".join(names.split()).split(", "):
-        assert f"\n| {name} | " in page, name
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[-1][:40])
@@ -219,22 +209,3 @@ def test_the_idea_is_drawn_in_four_panels_and_a_rival(
     restored = merged.restore(merged.merge(x))
     apart = (restored - x).square().mean().sqrt().item()
     assert apart < errors["error"], "nearer than groups by position, of as many tokens"
-
-
-def test_the_default_is_estimated_to_lose_on_no_card() -> None:
-    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
-    gains = page.partition("## What the default gains")[2].partition("\n## ")[0]
-    row = r"^\| ([^|]+) \| [^|]+ " + r"\| ([\d./ ]+) " * 5 + r"\|$"
-    lines = re.findall(row, gains, re.M)
-    assert len(lines) >= 8
-    for name, *cells in lines:
-        assert min(float(figure) for cell in cells for figure in cell.split("/")) >= 1, name
-
-
-def test_the_site_has_every_page() -> None:
-    text = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
-    listed = set(re.findall(r"[\w-]+\.md", text))
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
-    added = (ROOT / "scripts" / "site.py").read_text(encoding="utf-8")
-    assert pages <= listed, "a page that mkdocs.yml's nav leaves out"
-    assert all(f'"{name}"' in added for name in listed - pages)

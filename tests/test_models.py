@@ -26,9 +26,9 @@ from tests.matrix.backends import check_kernels
 from tests.matrix.models import images, others
 from tests.matrix.models.case import WORDS, Case, T, case
 from tests.matrix.models.probe import check_probe
-from tests.matrix.models.registry import CASES, MODELS
+from tests.matrix.models.registry import CASES, MODELS, tiny_model
 from tests.matrix.models.sweep import RECORD, classes, outcome, tensors_of
-from tests.matrix.models.watch import Attention, check_by_loop, merging
+from tests.matrix.models.watch import check_by_loop, merging
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 # One of each way in which attention is called: by itself, through the dispatcher, with a mask, with
@@ -70,11 +70,6 @@ def test_kernels(name: str) -> None:
     check_kernels(lambda: tensors_of(model, case), apply_mame(model, keep=0.5, min_tokens=1))
 
 
-def tiny(name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the tiny model of a class of diffusers, and what it is called with."""
-    return MODELS[name].build(), MODELS[name].inputs()
-
-
 def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
     """Return the calls that merge of one forward, each checked against the loop."""
     handle = apply_mame(model, keep=0.5, min_tokens=1)
@@ -88,7 +83,7 @@ def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
 
 def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
     """Check Qwen-Image 2.1, which attends to keys of its first call."""
-    model, inputs = tiny("QwenImage21Transformer2DModel")
+    model, inputs = tiny_model("QwenImage21Transformer2DModel")
     cache = QwenImage21KVCache(2)
     with torch.no_grad():
         model(**inputs, kv_cache=cache, kv_cache_mode="extract")
@@ -98,7 +93,7 @@ def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
 
 def test_keys_of_cached_references_stand_before_the_image() -> None:
     """Check Flux 2 with text, references of an earlier call, and the image."""
-    model, inputs = tiny("Flux2Transformer2DModel")
+    model, inputs = tiny_model("Flux2Transformer2DModel")
     for module in model.modules():
         kind = {
             "Flux2Attention": transformer_flux2.Flux2KVAttnProcessor,
@@ -125,9 +120,6 @@ def test_the_last_of_several_images_merges() -> None:
     model: Any = images.z_image(siglip_feat_dim=16).build()
     inputs = images.omni()
     handle = apply_mame(model, keep=0.5, min_tokens=1)
-    changed = images.omni()
-    changed["x"][0][1][:, :, 2:4] += 1
-    changed["x"][1][1][:, :, 2:4] += 1
     with torch.no_grad(), merging() as calls:
         model(**inputs)
     assert [layer.name for layer in handle.report().layers if layer.merged] == [
@@ -137,12 +129,6 @@ def test_the_last_of_several_images_merges() -> None:
     for call in calls:
         assert (call.first, call.tokens) == (96, H * W)
         check_by_loop(call)
-    with torch.no_grad(), Attention(apart=True), merging() as probed:
-        model(**inputs)
-        model(**changed)
-    expected = torch.arange(96 + W, 96 + 2 * W)
-    for was, now in zip(probed[:2], probed[2:], strict=True):
-        assert torch.equal(moved(was.call["key"], now.call["key"])[0], expected)
     remove_mame(model)
     inputs["cap_feats"][1] = [WORDS[1].repeat(5, 1), WORDS[1]]  # a longer caption
     left_alone(model, inputs, UNLIKE)
@@ -153,7 +139,7 @@ def test_refiners_of_z_image_are_told_from_the_whole_sequence() -> None:
     omni = images.omni()
     big = normal(4, 1, 10, 24)  # 5 x 12 tokens
     omni["x"] = [[big, omni["x"][i][1]] for i in range(2)]
-    plain, inputs = tiny("ZImageTransformer2DModel")
+    plain, inputs = tiny_model("ZImageTransformer2DModel")
     inputs["cap_feats"] = [text.new_ones(H * W, text.shape[1]) for text in inputs["cap_feats"]]
     for model, given, merging_parts in (
         (images.z_image(siglip_feat_dim=16).build(), omni, {"layers"}),
@@ -174,22 +160,10 @@ def left_alone(model: Any, inputs: dict[str, Any], why: str) -> None:
         handle.report()
 
 
-def moved(was: torch.Tensor, now: torch.Tensor) -> list[torch.Tensor]:
-    """Of each sample the keys [B, H, L, D] that differ."""
-    return [row.nonzero().flatten() for row in (was - now).abs().amax((1, 3)) > 1e-6]
-
-
 def test_captions_of_unequal_length_put_images_elsewhere() -> None:
     """Lumina 2 puts each sample's image right behind its caption, so no plan holds for both."""
-    model, inputs = tiny("Lumina2Transformer2DModel")
+    model, inputs = tiny_model("Lumina2Transformer2DModel")
     inputs["encoder_attention_mask"] = torch.arange(TEXT) < torch.tensor([[TEXT], [4]])
-    other = {**inputs, "hidden_states": inputs["hidden_states"] + 1}
-    with torch.no_grad(), Attention(apart=True) as attention:
-        model(**inputs)
-        model(**other)
-    last = len(attention.keys) // 2 - 1
-    places = moved(attention.keys[last], attention.keys[-1])
-    assert [(int(place[0]), len(place)) for place in places] == [(TEXT, H * W), (4, H * W)]
     left_alone(model, inputs, UNLIKE)
 
 
@@ -199,20 +173,10 @@ def test_captions_of_unequal_length_put_images_elsewhere() -> None:
 )
 def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int) -> None:
     """Check Ideogram 4, which pads captions at their left, and HiDream, at their right."""
-    model, inputs = tiny(name)
+    model, inputs = tiny_model(name)
     for text, value in inputs.items():  # what the second sample lacks: that of Ideogram is masked
         if text.startswith("encoder_hidden_states_"):
             value[..., 1, 4:, :] = 0
-    image = inputs["hidden_states"].clone()
-    (image[:, first:] if image.dim() == 3 else image).add_(1)
-    with torch.no_grad(), Attention(apart=True) as attention:
-        model(**inputs)
-        model(**{**inputs, "hidden_states": image})
-    half = len(attention.keys) // 2
-    assert half
-    expected = torch.arange(first, first + H * W)
-    for was, now in zip(attention.keys[:half], attention.keys[half:], strict=True):
-        assert all(torch.equal(place, expected) for place in moved(was, now))
     calls = cached_calls(model, inputs)
     assert {(call.first, call.tokens) for call in calls} == {(first, H * W)}
 
@@ -220,7 +184,7 @@ def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int)
 @pytest.mark.parametrize("how", [{"keep": 0.5}, {"tau": 0.5}], ids=str)
 def test_a_mask_for_regions_of_the_image_leaves_it_whole(how: dict[str, Any]) -> None:
     """Chroma hides from each query what the mask hides: here half of the image's tokens."""
-    model, inputs = tiny("ChromaTransformer2DModel")
+    model, inputs = tiny_model("ChromaTransformer2DModel")
     inputs["attention_mask"][:, TEXT + H * W // 2 :] = False
     before = run(inputs, model)
     handle = apply_mame(model, min_tokens=1, **how)
@@ -244,7 +208,7 @@ def test_keys_that_unets_add_stay_whole() -> None:
 @pytest.mark.parametrize("conditions", [(), (9,), (9, 25)], ids=str)
 def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...]) -> None:
     """Check the pipeline's own coordinates, with frames of conditions before the video."""
-    model, inputs = tiny("LTXVideoTransformer3DModel")
+    model, inputs = tiny_model("LTXVideoTransformer3DModel")
     pipe = LTXConditionPipeline
     ids = [
         pipe._scale_video_ids(pipe._prepare_video_ids(2, count, H, W), frame_index=index)
@@ -262,7 +226,7 @@ def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...])
 
 @pytest.mark.parametrize("behind", [0, 2 * H * W])
 def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
-    model, inputs = tiny("LTX2VideoTransformer3DModel")
+    model, inputs = tiny_model("LTX2VideoTransformer3DModel")
     coordinates = model.rope.prepare_video_coords(2, T, H, W, torch.device("cpu"))
     inputs["video_coords"] = torch.cat([coordinates, coordinates[:, :, :behind] + 1], 2)
     inputs["hidden_states"] = torch.cat([inputs["hidden_states"], normal(2, behind, 4)], 1)
@@ -296,7 +260,7 @@ def test_a_model_that_no_family_knows_is_an_error_that_says_what_to_do(
 
 def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
     """Its nabla mode goes by blocks of keys that the model picks: no softmax over the image."""
-    model, inputs = tiny("Kandinsky5Transformer3DModel")
+    model, inputs = tiny_model("Kandinsky5Transformer3DModel")
     window = {"attention_wT": 3, "attention_wH": 3, "attention_wW": 3, "attention_P": 0.9}
     model.register_to_config(attention_type="nabla", **window)
     inputs = {name: value[:1] for name, value in inputs.items()}
@@ -306,24 +270,15 @@ def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
     pipe = Kandinsky5T2VPipeline(model, *[None] * 6)
     inputs["sparse_params"] = pipe.get_sparse_params(inputs["hidden_states"], "cpu")
     # `set_attention_backend` would hold for all models after it.
-    with attention_backend("flex"), Attention() as attention:
+    with attention_backend("flex"):
         left_alone(model, inputs, "sparse_params")
-    assert {key.shape[-2] for key in attention.keys} <= {TEXT}
 
 
 def test_the_causal_mode_of_skyreels_is_left_alone() -> None:
     """Frames see none of the blocks of frames behind them."""
-    model, inputs = tiny("SkyReelsV2Transformer3DModel")
+    model, inputs = tiny_model("SkyReelsV2Transformer3DModel")
     model._set_ar_attention(1 + T // 2)
-    video = inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, 2)[:, :, :4]
-    other = torch.cat([video[:, :, :-1], video[:, :, -1:] + 1], 2)
-    with torch.no_grad():
-        was, now = (
-            model(**{**inputs, "hidden_states": frames}, return_dict=False)[0]
-            for frames in (video, other)
-        )
-    assert torch.equal(was[:, :, :2], now[:, :, :2])
-    assert not torch.equal(was[:, :, 2], now[:, :, 2])
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, 2)[:, :, :4]
     left_alone(model, inputs, "attention mask")
 
 

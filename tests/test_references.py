@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from mame_sd import (
     MaMeAttnProcessor,
     MaMeConfig,
-    NothingMergedError,
     apply_mame,
     remove_mame,
 )
@@ -25,7 +24,7 @@ from tests.builders.transformers import TEXT, H, W, normal
 from tests.builders.transformers import run as output_of
 from tests.matrix.models.registry import MODELS
 from tests.matrix.models.restored import restoring
-from tests.matrix.models.watch import Attention, check_by_loop, merging
+from tests.matrix.models.watch import NoAttention, check_by_loop, merging
 
 SIZES = ((4, 6), (2, 6))
 COUNT = H * W + sum(h * w for h, w in SIZES)
@@ -117,7 +116,7 @@ def check_probe(edit: Edit, model: Any, inputs: dict[str, Any]) -> None:
         changed[:, 0, ..., 2:4] += 1
     else:
         changed[:, start + 1 : start + h * w : w] += 1
-    with Attention(apart=True), merging() as calls:
+    with NoAttention(), merging() as calls:
         output_of(inputs, model)
         half = len(calls)
         output_of({**inputs, "hidden_states": changed}, model)
@@ -156,37 +155,6 @@ def test_mlps_are_restored_on_the_grid_of_each_reference(edit: Edit) -> None:
     assert {call.chosen.tokens_in for call in calls} == {H * W if small else whole}
     remove_mame(model)
     assert torch.equal(output_of(inputs, model), before)
-
-
-def test_fitted_values_are_nearer_and_a_share_of_1_changes_nothing() -> None:
-    model, inputs = built(EDITS[0])
-    whole = output_of(inputs, model)
-    handle = apply_mame(model, keep=1.0, references=SHARE, min_tokens=1)
-    errors = []
-    for fit_queries in (None, 0):
-        handle.set(fit_queries=fit_queries)
-        errors.append(float((output_of(inputs, model) - whole).norm()))
-    assert 0 < errors[0] < errors[1]
-    handle.set(references=1.0)
-    torch.testing.assert_close(output_of(inputs, model), whole, rtol=1e-4, atol=1e-5)
-    hidden = inputs["hidden_states"].requires_grad_()
-    handle.set(references=SHARE)
-    model(**{**inputs, "hidden_states": hidden}, return_dict=False)[0].sum().backward()
-    assert hidden.grad.flatten(2).abs().amax((0, 2)).min() > 0
-
-
-def test_tokens_of_references_that_merge_count() -> None:
-    """Whether a layer is large enough: they are keys that merge like the image's."""
-    edit = EDITS[0]
-    model, inputs = built(edit)
-    least = H * W + 1
-    handle = apply_mame(model, keep=KEEP, min_tokens=least)
-    output_of(inputs, model)
-    with pytest.raises(NothingMergedError, match=f"fewer than min_tokens={least}"):
-        handle.report()
-    handle.set(references=SHARE)
-    output_of(inputs, model)
-    assert all(layer.merged for layer in handle.report().layers)
 
 
 def test_by_default_references_merge_like_the_image() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 
 from mame_sd.core import merge_keys
 from mame_sd.core.groups import Groups
@@ -22,3 +25,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Groups]:
     group_tokens = merge_keys.group_tokens
     monkeypatch.setattr(merge_keys, "group_tokens", group)
     return made
+
+
+@pytest.fixture
+def graphs() -> Counter[str]:
+    """Return Dynamo's counters, such as "unique_graphs", before anything is compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters["stats"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, remove_mame
@@ -48,19 +48,6 @@ def test_bit_equal_to_the_processor_and_after_removal(name: str) -> None:
     remove_mame(unet)
     assert torch.equal(run_unet(unet, **shape), before)
     assert all(type(p) is AttnProcessor2_0 for p in unet.attn_processors.values())
-
-
-class PositionalSelf(Attention):
-    def forward(self, /, hidden_states: torch.Tensor, *others: Any, **more: Any) -> Any:
-        return super().forward(hidden_states, *others, **more)
-
-
-def test_a_layer_is_called_by_the_names_of_its_forward() -> None:
-    attn = PositionalSelf(query_dim=32, heads=2, dim_head=16)
-    handle = apply_mame(attn, keep=0.5, min_tokens=16)
-    with torch.no_grad():
-        attn(torch.randn(1, 64, 32))
-    assert handle.report().layers[0].tokens_kept == 32
 
 
 def at(unet: Any, timestep: Any, **fields: Any) -> torch.Tensor:
@@ -325,23 +312,6 @@ def test_processor_and_hooks_do_not_merge_twice() -> None:
         unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
         assert torch.equal(run_unet(unet), expected)
         remove_mame(unet)
-
-
-def guided(unet: Any, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of an unguided and a guided sample of the same latents."""
-    inputs = unet_inputs(unet)
-    inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
-    with torch.no_grad(), apply_mame(unet, min_tokens=40, **fields):
-        output: torch.Tensor = unet(**inputs).sample
-    return output[0], output[1]
-
-
-def test_a_guided_pair_merges_by_the_guided_sample_alone() -> None:
-    unet = tiny_unet()
-    first, second = guided(unet)
-    other, alone = guided(unet, share_guidance_plan=False)
-    torch.testing.assert_close(second, alone)
-    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("axis", [1, 2], ids=["motion", "stable video"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
@@ -17,12 +17,13 @@ from mame_sd import apply_mame, remove_mame
 from mame_sd.core.groups import Groups
 from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
-from tests.builders.pipelines import SIDE, controlnet, noise, quiet
+from tests.builders.pipelines import SIDE, controlnet, noise
 from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
-from tests.builders.transformers import TEXT, normal, run
-from tests.matrix.models.registry import MODELS as TINY
-from tests.matrix.transformers import ROWS, run_wan22, wan22
+from tests.builders.transformers import normal, run
+from tests.matrix.models.case import Case
+from tests.matrix.models.registry import MODELS
+from tests.matrix.transformers import SD35, run_wan22, wan22
 
 
 def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +89,7 @@ def unknown(handle: Any, inputs: dict[str, Any]) -> None:
 
 BETWEEN: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], bool]] = {
     "nothing": (lambda handle, inputs: None, True),
+    "a shorter text": (other("encoder_hidden_states", lambda t: t[:, 1:]), True),
     "a third call": (lambda handle, inputs: handle.root(**with_another_text(inputs)), True),
     "an equal timestep": (other("timestep", torch.clone), True),
     "another timestep": (other("timestep", lambda t: t - 20), False),
@@ -194,20 +196,18 @@ def test_control_images_of_one_input_merge_apart(planned: list[Groups]) -> None:
 
 
 @pytest.mark.compiles
-def test_a_compiled_model_and_its_calls_stand_alone() -> None:
-    torch._dynamo.reset()
+def test_a_compiled_model_and_its_calls_stand_alone(graphs: Counter[str]) -> None:
     model = one_level_unet(transformer_layers_per_block=1)
     guided = {**unet_inputs(model, batch=1), "timestep": torch.tensor(500)}
     unguided = with_another_text(guided)
     apply_mame(model, keep=0.25, min_tokens=1)
     alone = run({**unguided, "sample": guided["sample"].clone()}, model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch._dynamo.utils.counters.clear()
     run(guided, compiled)
     with torch.compiler.set_stance("fail_on_recompile"):
         torch.testing.assert_close(run(unguided, compiled), alone)
     # Its own graph, and a small one of the hook that reads the step.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert graphs["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("end", ["latents", "turned off"])
@@ -246,10 +246,6 @@ def captured(model: Any, inputs: dict[str, Any]) -> None:
     hooks._is_recorded = lambda t: True
 
 
-def subclass(model: Any, inputs: dict[str, Any]) -> None:
-    inputs["sample"] = inputs["sample"].as_subclass(nn.Buffer)
-
-
 def unchanged(model: Any, inputs: dict[str, Any]) -> None:
     """Change nothing: only the mode of the call differs."""
 
@@ -259,7 +255,6 @@ def unchanged(model: Any, inputs: dict[str, Any]) -> None:
     [
         (first_input_has_no_tensor, torch.no_grad),
         (captured, torch.no_grad),
-        (subclass, torch.no_grad),
         (unchanged, torch.inference_mode),
         (unchanged, torch.enable_grad),
     ],
@@ -299,9 +294,6 @@ def test_removal_leaves_no_hook(cleared: bool) -> None:
     assert hook_on(copied, "mame_step") is None
 
 
-MODELS = {row.name: row for row in ROWS}
-
-
 def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the inputs of the guided call of two samples, and of the unguided call."""
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
@@ -314,10 +306,13 @@ def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-@pytest.mark.parametrize("name", ["Flux", "Wan (video)", "Stable Diffusion 3.5"])
-def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Groups]) -> None:
-    row = MODELS[name]
-    model, inputs = row.build(), dict(row.inputs)
+@pytest.mark.parametrize(
+    "case",
+    [MODELS["FluxTransformer2DModel"], MODELS["WanTransformer3DModel"], SD35],
+    ids=lambda case: case.name,
+)
+def test_two_calls_give_what_a_batch_of_both_gives(case: Case, planned: list[Groups]) -> None:
+    model, inputs = case.build(), case.inputs()
     guided, unguided = halves(inputs)
     rules = {"*0*": {"keep": 0.4, "fit_queries": 0}}
     handle = apply_mame(model, min_tokens=1, keep=0.25, layers=rules)
@@ -335,8 +330,7 @@ def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Grou
 
 
 def test_a_layer_that_a_model_calls_twice_merges_anew_each_time(planned: list[Groups]) -> None:
-    row = MODELS["Stable Diffusion 3.5"]
-    model, inputs = row.build(), dict(row.inputs)
+    model, inputs = SD35.build(), SD35.inputs()
     first, *others = model.transformer_blocks
     model.transformer_blocks = torch.nn.ModuleList([first, first, *others])
     handle = apply_mame(model, min_tokens=1, keep=0.25)
@@ -370,41 +364,15 @@ def test_each_of_two_attentions_of_a_layer_has_its_own_plan(planned: list[Groups
     assert made[0] == made[1] > 0
 
 
-def texts(shorter: int = 1) -> dict[str, Tensor]:
-    """Return the embeddings of a prompt, those of a shorter negative prompt, and their masks."""
-    found = {
-        "prompt_embeds": normal(1, TEXT, 16),
-        "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1),
-    }
-    masks = {f"{name}_mask": text.new_ones(text.shape[:2]).long() for name, text in found.items()}
-    return found | masks
-
-
-def qwen() -> tuple[Any, Callable[[], Any]]:
-    transformer = TINY["QwenImageTransformer2DModel"].build()
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe = quiet(diffusers.QwenImagePipeline(scheduler, None, None, None, transformer))
-    size = {"height": 128, "width": 192, "num_inference_steps": 2, "output_type": "latent"}
-    return pipe, lambda: pipe(**texts(), **size, true_cfg_scale=3.0)
-
-
-def wan() -> tuple[Any, Callable[[], Any]]:
+def test_a_pipeline_that_calls_twice_plans_once(planned: list[Groups]) -> None:
+    """Each transformer of Wan 2.2 takes two steps of two calls each."""
     pipe = wan22()
-    return pipe, lambda: run_wan22(pipe)
-
-
-@pytest.mark.parametrize("made", [qwen, wan])
-def test_pipelines_that_call_twice_plan_once(
-    made: Callable[[], tuple[Any, Callable[[], Any]]], planned: list[Groups]
-) -> None:
-    """Each transformer takes two steps of two calls each."""
-    pipe, generate = made()
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
     for pairs, plans in ((True, 1), (False, 2)):
         handle.set(share_guidance_plan=pairs)
         handle.reset()
         planned.clear()
-        generate()
+        run_wan22(pipe)
         layers = [entry for entry in handle.report().layers if entry.merged]
         assert layers, "something merges"
         assert all(entry.calls == 4 for entry in layers)

@@ -126,20 +126,22 @@ def test_a_kernel_in_place_of_pytorchs_gets_all_keys_of_the_text() -> None:
     torch.testing.assert_close(one, all_text, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "unlike",
-    [
-        lambda text: text[:, -EQUAL + 3 :].normal_(),
-        lambda text: text[0, -5].add_(1),
-        lambda text: text[:, -1].fill_(torch.nan),
-    ],
-    ids=["all but three", "one of the last in one sample", "NaN"],
-)
-def test_text_that_differs_stays(unlike: Callable[[Tensor], Any]) -> None:
+ALL_TEXT: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
+    "all but three differ": (lambda text: text[:, -EQUAL + 3 :].normal_(), {"keep": 0.5}),
+    "one of the last in one sample": (lambda text: text[0, -5].add_(1), {"keep": 0.5}),
+    "NaN": (lambda text: text[:, -1].fill_(torch.nan), {"keep": 0.5}),
+    "the paper's method": (lambda text: None, {"tau": 0.5}),
+}
+
+
+@pytest.mark.parametrize(("unlike", "setting"), ALL_TEXT.values(), ids=ALL_TEXT)
+def test_all_text_tokens_are_computed(
+    unlike: Callable[[Tensor], Any], setting: dict[str, Any]
+) -> None:
     model, inputs = model_and_inputs("SD 3")
     unlike(inputs["encoder_hidden_states"])
     keys = keys_of_text(model)
-    handle = apply_mame(model, keep=0.5, min_tokens=16)
+    handle = apply_mame(model, min_tokens=16, **setting)
     output(model, inputs)
     assert keys == {inputs["encoder_hidden_states"].shape[1]}
     assert computed(handle) == set()
@@ -161,13 +163,6 @@ def test_gradients_reach_all_text_tokens() -> None:
     apply_mame(model, keep=0.5, min_tokens=16)
     model(**inputs, return_dict=False)[0].square().sum().backward()
     assert (text.grad[:, -EQUAL:].abs().sum(-1) > 0).all()
-
-
-def test_paper_s_method_computes_all_text_tokens() -> None:
-    model, inputs = model_and_inputs("SD 3")
-    handle = apply_mame(model, tau=0.5, min_tokens=16)
-    output(model, inputs)
-    assert computed(handle) == set()
 
 
 def test_compiled_blocks_compute_all_text_tokens() -> None:
@@ -203,22 +198,19 @@ def wrap(module: Any) -> None:
     module.forward = forward
 
 
-def change(model: Any, where: str) -> None:
-    """Change a model as users and tools do."""
-    block = model.transformer_blocks[0]
-    if where == "positions":
-        model.context_embedder.register_forward_hook(add_positions)
-    elif where == "a hook on a block":
-        block.register_forward_hook(pool_text, with_kwargs=True)
-    elif where == "a wrapped attention":
-        wrap(block.attn)
-    elif where == "a wrapped block":
-        model.transformer_blocks[0] = torch.compile(block, backend="eager")
-    else:
-        block.attn = torch.compile(block.attn, backend="eager")
+def compile_part(parent: Any, name: str) -> None:
+    """Put a compiled module in the place of a part."""
+    setattr(parent, name, torch.compile(getattr(parent, name), backend="eager"))
 
 
-CHANGES = ("positions", "a hook on a block", "a wrapped attention", "a wrapped block", "compiled")
+# Changes of a model and of its first block, as users and tools make them.
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "positions": lambda model, _: model.context_embedder.register_forward_hook(add_positions),
+    "a hook on a block": lambda _, block: block.register_forward_hook(pool_text, with_kwargs=True),
+    "a wrapped attention": lambda _, block: wrap(block.attn),
+    "a wrapped block": lambda model, _: compile_part(model.transformer_blocks, "0"),
+    "compiled": lambda _, block: compile_part(block, "attn"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer merges")
@@ -227,11 +219,12 @@ CHANGES = ("positions", "a hook on a block", "a wrapped attention", "a wrapped b
 def test_others_see_all_text_tokens(where: str, first: str) -> None:
     model, inputs = model_and_inputs("SD 3")
     torch._dynamo.reset()
+    block = model.transformer_blocks[0]
     if first == "change":
-        change(model, where)
+        CHANGES[where](model, block)
     apply_mame(model, keep=1, min_tokens=16)
     if first != "change":
-        change(model, where)
+        CHANGES[where](model, block)
     one = output(model, inputs)
     remove_mame(model)
     torch.testing.assert_close(one, output(model, inputs), rtol=1e-4, atol=1e-5)
@@ -243,12 +236,6 @@ def test_settings_of_a_layer_may_compute_all_text_tokens() -> None:
     apply_mame(model, keep=0.5, min_tokens=16, layers={"*.0.attn": {"equal_text": False}})
     output(model, inputs)
     assert keys == {inputs["encoder_hidden_states"].shape[1]}
-
-
-def test_a_model_without_values() -> None:
-    model, inputs = model_and_inputs("SD 3")
-    apply_mame(model.to("meta"), keep=0.5, min_tokens=16)
-    assert output(model, {name: t.to("meta") for name, t in inputs.items()}).is_meta
 
 
 @torch.no_grad()

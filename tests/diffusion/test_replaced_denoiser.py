@@ -61,21 +61,6 @@ def test_nothing_is_told_once_merging_is_removed(removed: str) -> None:
     assert "_mame_check" not in vars(pipe)
 
 
-def test_nothing_is_told_while_merging_is_off() -> None:
-    pipe = tiny_pipeline()
-    plain, handle = once(pipe), apply_mame(pipe, **MERGING)
-    handle.active = False
-    mine = pipe.unet
-    with handle.using():
-        pipe.unet = other()
-        check_refused(pipe)
-    assert torch.equal(once(pipe), plain)
-    pipe.unet = mine
-    handle.active = True
-    pipe.unet = other()
-    check_refused(pipe)
-
-
 def test_a_copy_that_merges_and_a_wrapper_may_take_the_place() -> None:
     pipe = tiny_pipeline()
     apply_mame(pipe, **MERGING)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +10,8 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 from peft import LoraConfig
 from torch import Tensor
 
-from tests.builders.caches import PYRAMID
 from tests.builders.tiny import seeded
-from tests.builders.transformers import TEXT, H, W, flux_inputs, normal, run
+from tests.builders.transformers import TEXT, normal, run
 from tests.matrix.models.case import Case, case
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
@@ -23,15 +20,8 @@ from tests.matrix.rows import Row
 def row(name: str, model: str | Case, merges: dict[int, int], **fields: Any) -> Row:
     """Make a row of a model of the registry, by its class, or of another case."""
     known = MODELS[model] if isinstance(model, str) else model
-    inputs = known.inputs()
-    return Row(
-        name,
-        known.build,
-        partial(run, inputs),
-        merges,
-        inputs,
-        **{"processor": "error", **fields},
-    )
+    given = {"processor": "error", **fields}
+    return Row(name, known.build, partial(run, known.inputs()), merges, **given)
 
 
 def add_lora(transformer: Any) -> None:
@@ -72,7 +62,7 @@ def wan22() -> Any:
     return pipe
 
 
-def run_wan22(pipe: Any, steps: int = 4) -> Tensor:
+def run_wan22(pipe: Any) -> Tensor:
     """Latents of 2 x 4 x 4 tokens; each transformer takes half of the steps, of two calls."""
     output: Tensor = pipe(
         prompt_embeds=normal(1, TEXT, 16),
@@ -80,7 +70,7 @@ def run_wan22(pipe: Any, steps: int = 4) -> Tensor:
         height=64,
         width=64,
         num_frames=5,
-        num_inference_steps=steps,
+        num_inference_steps=4,
         generator=torch.Generator().manual_seed(0),
         output_type="latent",
         return_dict=False,
@@ -88,28 +78,7 @@ def run_wan22(pipe: Any, steps: int = 4) -> Tensor:
     return output
 
 
-def on_both(switch: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a switch of a pipeline with two transformers."""
-
-    def switched(pipe: Any) -> None:
-        for transformer in (pipe.transformer, pipe.transformer_2):
-            switch(transformer)
-
-    return switched
-
-
-WAN22 = partial(Row, build=wan22, run=run_wan22, merges={32: 4}, min_tokens=16)
-
-
-def reference_image() -> dict[str, Any]:
-    """Flux Kontext: the tokens of a second image, 4 x 6, behind those of the generated one."""
-    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(6.0))
-    ids = torch.cat([flux_inputs()["img_ids"], second])
-    return {"img_ids": ids, "hidden_states": normal(2, H * W + 24, 4)}
-
-
-FLUX, SD3 = MODELS["FluxTransformer2DModel"], MODELS["SD3Transformer2DModel"]
-KONTEXT = replace(FLUX, inputs=lambda: {**FLUX.inputs(), **reference_image()})
+SD3 = MODELS["SD3Transformer2DModel"]
 SD35 = case(SD3.name, SD3.inputs, sample_size=32, dual_attention_layers=(0,), qk_norm="rms_norm")
 NEWEST = "0.42.0"  # the version of diffusers that has the rows of `new`
 new = partial(row, modes={"keep": {"keep": 0.5}}, since=NEWEST)
@@ -117,15 +86,7 @@ new = partial(row, modes={"keep": {"keep": 0.5}}, since=NEWEST)
 ROWS = [
     row("PixArt", "PixArtTransformer2DModel", {96: 2}, processor=""),
     row("Stable Diffusion 3", "SD3Transformer2DModel", {96: 2}),
-    row("Stable Diffusion 3.5", SD35, {96: 3}, sweep=True),
-    row("Flux", FLUX, {96: 4}, loads=True),
-    row(
-        "Flux Kontext, `references=0.5`",
-        KONTEXT,
-        {120: 4},
-        modes={"keep": {"keep": 0.5, "references": 0.5}},
-        processor="",
-    ),
+    row("Flux", "FluxTransformer2DModel", {96: 4}, loads=True),
     row("Wan (video)", "WanTransformer3DModel", {288: 2}, loads=True),
     new(
         "Flux 2 with a LoRA",
@@ -135,11 +96,5 @@ ROWS = [
         undo=unload_lora,
     ),
     new("Z-Image", "ZImageTransformer2DModel", {96: 3}, processor="", loads=True),
-    WAN22("Wan 2.2"),
-    WAN22(
-        "Wan 2.2 with PyramidAttentionBroadcast",
-        run=partial(run_wan22, steps=8),
-        switch=on_both(PYRAMID.enable),
-        undo=on_both(PYRAMID.disable),
-    ),
+    Row("Wan 2.2", wan22, run_wan22, {32: 4}, min_tokens=16),
 ]

@@ -22,12 +22,6 @@ SAME: dict[str, Any] = {"processor": "same", "loads": True}
 ROWS = [
     Row("Stable Diffusion: text to image", tiny_pipeline, once, LEVELS, **SAME),
     Row(
-        "12 x 20 latent (no square)",
-        tiny_pipeline,
-        partial(once, height=24, width=40),
-        {240: 3, 60: 4},
-    ),
-    Row(
         "ControlNet",
         lambda: sd("StableDiffusionControlNetPipeline", controlnet=controlnet()),
         partial(once, image=noise(1, 3, SIDE, SIDE)),
@@ -51,10 +45,4 @@ ROWS = [
     ),
     row("Latent upscaler", LATENT_UPSCALER, {24: 4}, processor="", min_tokens=16),
     row("AnimateDiff", MOTION, {256: 3, 64: 1}, processor="same"),
-    row(
-        "Stable Video Diffusion",
-        "UNetSpatioTemporalConditionModel",
-        {96: 3},
-        processor="",
-    ),
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mame_sd import apply_mame, remove_mame
 from tests.builders.transformers import TEXT
 from tests.matrix.models.case import Case
-from tests.matrix.models.watch import Attention, Merged, merging
+from tests.matrix.models.watch import Merged, NoAttention, merging
 
 AXES = "THW"
 
@@ -51,7 +51,7 @@ def _apart(model: nn.Module) -> Iterator[Any]:
 
     def run(inputs: dict[str, Any]) -> tuple[list[Merged], tuple[int, ...]]:
         handle.reset()
-        with torch.no_grad(), Attention(apart=True), merging() as found:
+        with torch.no_grad(), NoAttention(), merging() as found:
             model(**inputs)
         sizes = {layer.size for layer in handle.report().layers if layer.size}
         counts = [layer.tokens_in for layer in handle.report().layers if layer.merged]

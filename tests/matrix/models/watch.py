@@ -1,4 +1,4 @@
-"""Watch the calls of a tiny model's attention: all keys, or those of layers that merge."""
+"""Watch the calls of a tiny model's attention: those of layers that merge."""
 
 from __future__ import annotations
 
@@ -19,28 +19,16 @@ from mame_sd.diffusion.layer import LayerStats
 from tests.oracle import Image, merged_attention
 
 
-class Attention(TorchFunctionMode):
-    """Note the keys of all softmax attention while entered; if `apart`, attention gives zeros."""
-
-    def __init__(self, apart: bool = False) -> None:
-        super().__init__()
-        self.apart = apart
-        self.keys: list[Tensor] = []
+class NoAttention(TorchFunctionMode):
+    """Give zeros for all softmax attention while entered."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        query, key, value = (
-            kwargs.get(name, args[i] if len(args) > i else None)
-            for i, name in enumerate(("query", "key", "value"))
-        )
-        self.keys.append(key)
-        return (
-            query.new_zeros(*query.shape[:-1], value.shape[-1])
-            if self.apart
-            else func(*args, **kwargs)
-        )
+        call = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        query, value = call["query"], call["value"]
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
 class Merged(NamedTuple):
