@@ -93,27 +93,62 @@ def transformer(name: str, model: str, layers: int, since: str = "0") -> Row:
 
 NEWEST = transformers.NEWEST
 UNET = Row("Stable Diffusion", tiny_pipeline, images, LEVELS)
-FLUX = transformer("Flux", "FluxTransformer2DModel", 4)
-WAN = TINY["WanTransformer3DModel"]
-PLACES = partial(sampled, WAN.inputs(), places=True)
-# Each cache, and those of one model or two on a model of their own.
-PAIRS = [
-    Pair(UNET, DeepCache(), {2: 6, 4: 1}),
-    Pair(UNET, PYRAMID, {3: 7}),
-    Pair(transformer("Wan", "WanTransformer3DModel", 2), faster(), {2: 2}),
-    Pair(FLUX, faster(distilled=True), {2: 4}),
-    Pair(FLUX, FIRST, {STEPS: 1, 1: 3}),
-    Pair(FLUX, magnitude(STEPS), {2: 4}),
-    Pair(FLUX, taylorseer(r".*\.attn[12]?"), {3: 4}),
-    Pair(transformer("Z-Image", "ZImageTransformer2DModel", 3, NEWEST), PYRAMID, {4: 1, 2: 2}),
-    Pair(Row("Wan", WAN.build, PLACES, {288: 2}, since=NEWEST), SEA, {2: 2}),
-    Pair(
-        transformer("NucleusMoE", "NucleusMoEImageTransformer2DModel", 2, NEWEST),
-        TEXT_KEYS,
-        {STEPS: 2},
-        exact=True,
-    ),
+MODELS = [
+    UNET,
+    transformer("PixArt", "PixArtTransformer2DModel", 2),
+    transformer("Stable Diffusion 3", "SD3Transformer2DModel", 2),
+    transformer("AuraFlow", "AuraFlowTransformer2DModel", 2),
+    transformer("Wan (video)", "WanTransformer3DModel", 2),
+    transformer("CogVideoX", "CogVideoXTransformer3DModel", 2),
+    transformer("Flux", "FluxTransformer2DModel", 4),
+    transformer("Qwen-Image", "QwenImageTransformer2DModel", 2),
+    transformer("Flux 2", "Flux2Transformer2DModel", 2, NEWEST),
+    transformer("Z-Image", "ZImageTransformer2DModel", 3, NEWEST),
+    transformer("HunyuanVideo 1.5", "HunyuanVideo15Transformer3DModel", 1, NEWEST),
 ]
+# Pairs in which the cache fails or caches nothing without any of our code.
+FAILING = {
+    "FasterCache": {UNET.name, "Z-Image"},
+    "FirstBlockCache": {
+        *(UNET.name, "Stable Diffusion 3", "AuraFlow", "Flux 2", "Z-Image"),
+        "HunyuanVideo 1.5",
+    },
+    "MagCache": {UNET.name, "AuraFlow", "Z-Image", "HunyuanVideo 1.5"},
+}
+SPECIAL: dict[tuple[str, str], Mapping[int, int]] = {
+    (UNET.name, "PyramidAttentionBroadcast"): {3: 7},
+    # FasterCache does not look for the name of AuraFlow's joint blocks.
+    ("AuraFlow", "FasterCache"): {4: 1, 2: 1},
+    ("Z-Image", "PyramidAttentionBroadcast"): {4: 1, 2: 2},
+}
+
+
+def every_pair() -> Iterator[Pair]:
+    yield Pair(UNET, DeepCache(), {2: 6, 4: 1})
+    halving, distilled, mag = faster(), faster(distilled=True), magnitude(STEPS)
+    for model in MODELS:
+        n = sum(model.merges.values())
+        # FasterCache halves a guided batch; distilled models take none.
+        halves = distilled if model.name in ("Flux", "Qwen-Image", "Flux 2") else halving
+        # diffusers' own choice of layers misses attn1
+        taylor = taylorseer(r".*\.attention" if model.name == "Z-Image" else r".*\.attn[12]?")
+        first = {STEPS: 1, 1: n - 1}
+        usual = {PYRAMID: {2: n}, halves: {2: n}, FIRST: first, mag: {2: n}, taylor: {3: n}}
+        for cache, steps in usual.items():
+            if model.name not in FAILING.get(cache.name, ()):
+                yield Pair(model, cache, SPECIAL.get((model.name, cache.name), steps))
+
+
+def own_pairs() -> Iterator[Pair]:
+    """Yield caches of diffusers that work on one or two models of their own."""
+    case = TINY["WanTransformer3DModel"]
+    run = partial(sampled, case.inputs(), places=True)
+    yield Pair(Row("Wan", case.build, run, {288: 2}, since=NEWEST), SEA, {2: 2})
+    nucleus = transformer("NucleusMoE", "NucleusMoEImageTransformer2DModel", 2, NEWEST)
+    yield Pair(nucleus, TEXT_KEYS, {STEPS: 2}, exact=True)
+
+
+PAIRS = [*every_pair(), *own_pairs()]
 
 
 def check_pair(pair: Pair) -> None:
@@ -202,9 +237,11 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
 
 
 def table() -> list[str]:
-    """Return the table of the caches, and of the models that each was tried on, in Markdown."""
-    models: dict[str, list[str]] = {}
-    for pair in PAIRS:
-        models.setdefault(pair.cache.name, []).append(pair.model.name)
-    rows = [f"| {cache} | {', '.join(names)} |" for cache, names in models.items()]
-    return ["| cache | tried on |", "|---|---|", *rows]
+    """Return the table of the pairs as lines of Markdown."""
+    works = {(pair.model.name, pair.cache.name) for pair in PAIRS}
+    columns = dict.fromkeys(pair.cache.name for pair in every_pair())
+    lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for model in MODELS:
+        row = ["yes" if (model.name, name) in works else "no" for name in columns]
+        lines.append(f"| {model.name} | {' | '.join(row)} |")
+    return lines

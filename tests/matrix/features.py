@@ -38,6 +38,12 @@ def unload_lora(pipe: Any) -> None:
     pipe.unload_lora_weights()
 
 
+def unfuse_lora(pipe: Any) -> None:
+    load_lora(pipe)
+    pipe.fuse_lora()
+    pipe.unfuse_lora()
+
+
 @cache
 def ip_adapter() -> dict[str, dict[str, Tensor]]:
     """Weights of an IP-Adapter of four image tokens for tiny_unet."""
@@ -92,6 +98,16 @@ def gguf_pipeline() -> Any:
     return pipe
 
 
+def quanto_pipeline() -> Any:
+    """All linear weights of the UNet in 8 bits by quanto."""
+    from optimum.quanto import freeze, qint8, quantize
+
+    pipe = tiny_pipeline()
+    quantize(pipe.unet, weights=qint8)
+    freeze(pipe.unet)
+    return pipe
+
+
 def trained(pipe: Any) -> Tensor:
     """Gradients of one training step, every one of them in a row."""
     unet = pipe.unet
@@ -122,6 +138,9 @@ BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"tau": -1.0}}}}
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
     features("LoRA: load", switch=load_lora, undo=unload_lora, processor="same"),
+    features(
+        "LoRA: fuse, then unfuse", switch=unfuse_lora, undo=unload_lora, exact=False, sweep=True
+    ),
     features(
         "IP-Adapter",
         run=with_image,
@@ -163,12 +182,15 @@ ROWS = [
         switch=lambda pipe: pipe.unet.enable_group_offload(
             onload_device=CPU, offload_device=CPU, offload_type="leaf_level"
         ),
+        sweep=True,
         since="0.42",
     ),
     features(
         "model offload",
         switch=lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+        sweep=True,
     ),
+    features("quanto int8", build=quanto_pipeline, sweep=True),
     features("GGUF Q8_0", build=gguf_pipeline),
     features(
         "settings by layer",

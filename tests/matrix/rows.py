@@ -26,11 +26,13 @@ def nothing(subject: Any) -> None:
     """Switch nothing on, for rows whose feature is the pipeline itself."""
 
 
-def param(value: Any, since: str) -> Any:
-    """Return a parameter of a test, skipped with an older diffusers."""
+def param(value: Any, sweep: bool = False, since: str = "0") -> Any:
+    """Return a parameter of a test, skipped with an older diffusers or without `--sweep`."""
+    name = getattr(value, "name", value)
     old = Version(diffusers.__version__) < Version(since)
-    mark = pytest.mark.skipif(old, reason=f"needs diffusers {since}")
-    return pytest.param(value, id=value.name, marks=mark)
+    marks = [pytest.mark.skipif(old, reason=f"needs diffusers {since}")]
+    marks += [pytest.mark.matrix] if sweep else []
+    return pytest.param(value, id=name, marks=marks)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Row:
             by it; "error" that tells to use `apply_mame`.
         one_liner: the table's words if `processor` is "".
         since: the first version of diffusers in which this works here without our code.
+        sweep: `make test` leaves it out, because another row runs the same code.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Row:
     processor: Processor = ""
     one_liner: str = ""
     since: str = "0"
+    sweep: bool = False
 
 
 @contextmanager
