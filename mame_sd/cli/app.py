@@ -50,7 +50,6 @@ SHOWN_SAMPLING = FieldOptions(
     ("seed", "negative_prompt", "batch_size", "images_per_prompt"),
     {"steps": 4},
 )
-SheetOption = Annotated[Path, typer.Option(help="Sheet to write, a .png file.", metavar="FILE")]
 
 
 @command(app, "generate", prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=MERGING)
@@ -80,10 +79,9 @@ def generate_command(
 @command(app, "compare", prompts=PROMPTS, model=MODEL, sampling=ONE_IMAGE, merging=MERGED)
 def compare_command(
     *,
-    out: SheetOption = Path("compare.png"),
-    rounds: Annotated[
-        int, typer.Option(help="Make each image NUM times, for steadier seconds.", metavar="NUM")
-    ] = 1,
+    out: Annotated[Path, typer.Option(help="Sheet to write, a .png file.", metavar="FILE")] = Path(
+        "compare.png"
+    ),
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
@@ -91,13 +89,11 @@ def compare_command(
 ) -> None:
     """Write one sheet: unmerged, merged and one step fewer, with seconds and differences."""
     config, chosen = merging.read() or MaMeConfig(), prompts.read()
-    if rounds < 1:
-        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
     check_sheet_path(out)
     model.check_place()
     from mame_sd.cli.compare import run_compare
 
-    run_compare(chosen, out, rounds, model, sampling, config)
+    run_compare(chosen, out, model, sampling, config)
 
 
 @command(app, "ui", model=SHOWN_MODEL, sampling=SHOWN_SAMPLING)
@@ -147,25 +143,6 @@ def calibrate_command(
     from mame_sd.cli.calibrate import run_calibrate
 
     run_calibrate(speed, out, chosen, model, sampling, config)
-
-
-@command(app, "sheet")
-def sheet_command(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Run folders, such as a baseline and a merged one.",
-            metavar="RUN",
-            show_default=False,
-        ),
-    ],
-    out: SheetOption = Path("sheet.png"),
-    num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
-) -> None:
-    """Write one sheet that compares finished runs: the same images, one row for each run."""
-    from mame_sd.cli.sheet import run_sheet
-
-    run_sheet(folders, out, num)
 
 
 @command(app, "doctor", model=MODEL)

@@ -59,29 +59,28 @@ class Panel:
     Attributes:
         label: name of the way.
         image: the image.
-        seconds: seconds of each round.
+        seconds: seconds that it took. On a CPU these are CPU seconds, which other programs hardly
+            change.
         levels: what merged, as fields of LevelReport.
         method: method that merged.
-        unit: unit of the seconds. On a CPU these are CPU seconds, which other programs hardly
-            change.
+        unit: unit of the seconds.
     """
 
     label: str
     image: Image.Image
-    seconds: tuple[float, ...]
+    seconds: float
     levels: list[dict[str, Any]]
     method: str = "keys"
     unit: str = "s"
 
     @property
     def heading(self) -> str:
-        """Return the mean of its seconds, with their unit."""
-        return f"{fmean(self.seconds):.2f} {self.unit}"
+        """Return its seconds, with their unit."""
+        return f"{self.seconds:.2f} {self.unit}"
 
     def speed(self, baseline: Panel) -> float:
-        """Return how many times as fast it is, the median of the rounds' ratios."""
-        pairs = zip(baseline.seconds, self.seconds, strict=True)
-        return median(base / max(own, 1e-9) for base, own in pairs)
+        """Return how many times as fast it is."""
+        return baseline.seconds / max(self.seconds, 1e-9)
 
     def lines(self, baseline: Panel) -> tuple[str, ...]:
         """Return the lines of text below its heading."""
@@ -95,7 +94,6 @@ class Panel:
 def run_compare(
     prompts: Sequence[Prompt],
     out: Path,
-    rounds: int,
     choice: ModelChoice,
     settings: GenerateSettings,
     merging: MaMeConfig,
@@ -105,7 +103,6 @@ def run_compare(
     Args:
         prompts: prompts, one for each row of the sheet.
         out: the sheet, a .png file.
-        rounds: number of times that each image is made, for its seconds.
         choice: the model.
         settings: how images are sampled.
         merging: how it merges.
@@ -119,7 +116,7 @@ def run_compare(
             def tell(done: int, each: int, number: int = number) -> None:
                 on_progress(number * each + done, len(prompts) * each)
 
-            rows.append(compare(model, prompt, settings, ways, tell, on_progress.step, rounds))
+            rows.append(compare(model, prompt, settings, ways, tell, on_progress.step))
     texts = [prompt.text for prompt in prompts]
     about = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
     write_sheet(out, compare_sheet(texts, rows), {**about, "model": model.identity})
@@ -140,13 +137,11 @@ def compare(
     ways: Sequence[Way],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_step: Callable[[int, int], None] | None = None,
-    rounds: int = 1,
 ) -> list[Panel]:
     """Make an image unmerged and in each of `ways`, from the same noise.
 
-    Each round makes each image once, every second round in the opposite order. Before the first
-    round, settings that the model refuses are found, and a one-step call keeps warm-up out of the
-    seconds.
+    Before the first image, settings that the model refuses are found, and a one-step call keeps
+    warm-up out of the seconds.
 
     Args:
         model: the model.
@@ -155,7 +150,6 @@ def compare(
         ways: ways other than the unmerged one.
         on_progress: called with the numbers of images done and in all.
         on_step: called with the numbers of steps done and in all of the current image.
-        rounds: number of rounds.
 
     Raises:
         UserError: nothing could merge in one of the ways, or the model refuses it.
@@ -164,31 +158,27 @@ def compare(
     on_cpu = model.identity["device"] == "cpu"
     clock, unit = (time.process_time, "CPU s") if on_cpu else (time.perf_counter, "s")
     every = [Way(UNMERGED), *ways]
-    seconds: dict[str, list[float]] = {way.label: [] for way in every}
-    panels: dict[str, Panel] = {}
-    done, total = 0, rounds * len(every)
-    on_progress(0, total)
+    panels: list[Panel] = []
+    on_progress(0, len(every))
     for way in ways:
         if way.config is not None:
             Merging(way.config).install(model).remove()
     sample(model, replace(settings, steps=1), [job])
-    for number in range(rounds):
-        for way in every[:: -1 if number % 2 else 1]:
-            installed = None if way.config is None else Merging(way.config).install(model)
-            own = replace(settings, steps=settings.steps - way.fewer)
-            try:
-                start = clock()
-                (image,) = sample(model, own, [job], on_step=on_step)
-                seconds[way.label].append(clock() - start)
-                levels = [] if installed is None else installed.levels()
-            finally:
-                if installed is not None:
-                    installed.remove()
-            method = "keys" if way.config is None else way.config.method
-            panels[way.label] = Panel(way.label, image, (), levels, method, unit)
-            done += 1
-            on_progress(done, total)
-    return [replace(panels[way.label], seconds=tuple(seconds[way.label])) for way in every]
+    for way in every:
+        installed = None if way.config is None else Merging(way.config).install(model)
+        own = replace(settings, steps=settings.steps - way.fewer)
+        try:
+            start = clock()
+            (image,) = sample(model, own, [job], on_step=on_step)
+            seconds = clock() - start
+            levels = [] if installed is None else installed.levels()
+        finally:
+            if installed is not None:
+                installed.remove()
+        method = "keys" if way.config is None else way.config.method
+        panels.append(Panel(way.label, image, seconds, levels, method, unit))
+        on_progress(len(panels), len(every))
+    return panels
 
 
 def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Image.Image:
@@ -212,8 +202,8 @@ def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
     """Return mean seconds, median speed and mean dB over all prompts, by way."""
     found = {}
     for at, panel in enumerate(rows[0]):
-        seconds = [second for row in rows for second in row[at].seconds]
-        about: dict[str, Any] = {"seconds": round(fmean(seconds), 3), "unit": panel.unit}
+        seconds = fmean(row[at].seconds for row in rows)
+        about: dict[str, Any] = {"seconds": round(seconds, 3), "unit": panel.unit}
         if at:
             near = [min(psnr(row[0].image, row[at].image), LARGEST) for row in rows]
             speed = median(row[at].speed(row[0]) for row in rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -67,8 +66,7 @@ def run_generate(
             "no layer merged, which is the fastest way here by default; --min-tokens"
             f" {largest:.0f} merges the largest layers anyway"
         )
-    following = f"mame-sd sheet {shlex.quote(str(out))}"
-    answer("\n".join(lines), {"out": str(out), **asdict(summary)}, following)
+    answer("\n".join(lines), {"out": str(out), **asdict(summary)})
 
 
 def level_line(level: Mapping[str, Any], method: str) -> str:

@@ -85,8 +85,6 @@ generate x --revision main | --revision: expected a hub id as --model, got none;
 compare '' --model ./none | expected a prompt, got an empty one
 compare x --out a.jpg | --out a.jpg: expected a file ending in .png, got .jpg; name a file
 compare x --out . | --out .: expected a file ending in .png, got a folder
-sheet none | none: expected the folder of a run, got no such folder; make one with mame-sd gen
-sheet . | .: expected the folder of a run, got one without samples.jsonl
 calibrate --model ./none --out /dev/null | --out /dev/null: expected a folder, got the file
 generate x --out LONG | can't be written (File name too long)
 generate x --model LONG | found nothing there; check the path
@@ -167,7 +165,6 @@ def test_generate_says_what_it_did(
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("1 image in run, ")
     assert f"level 0: {256 * (MaMeConfig().keep or 0):.0f} of 256 keys kept" in out
-    assert out.splitlines()[-1] == "next: mame-sd sheet run"
     assert err == ""
     assert settings_of(tmp_path / "run")["mame"]["keep"] == MaMeConfig().keep
     assert run_cli("generate", "a", "--out", "b", "--json", "-q", quick=True) == 0
@@ -345,7 +342,6 @@ generate x --out /dev/null
 generate x --out begun
 compare x --out a.jpg
 compare x --model ./none
-sheet none
 calibrate --speed 1
 calibrate --tau 0.8
 calibrate --model ./none

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from mame_sd.cli.sheet import folders_sheet
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.records import read_samples
 from tests.builders.run_folders import snapshot
 
 PROMPTS, FAST = prompts_from_texts(["key", "ant"]), GenerateSettings(steps=1)
@@ -82,7 +82,7 @@ def test_a_damaged_run_goes_on_or_says_why_not(
         assert snapshot(run / "images") == snapshot(finished / "images")
     assert snapshot(outside) == {"file": b"mine".hex()}
     with contextlib.suppress(UserError):
-        folders_sheet([run], limit=2)
+        read_samples(run, "make one")
 
 
 NAMES = ("manifest.tmp", "samples.tmp", "image-0.tmp", "samples-0.jsonl", "lock")
