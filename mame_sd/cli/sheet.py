@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.errors import UserError, unexpected
-from mame_sd.runs.files import check_place, nearest, write_atomically, writing
+from mame_sd.runs.files import check_place, write_atomically
 
 FONT_SIZE, LARGE = 15, 30  # pixels
 LINE, LARGE_LINE = 20, 38  # pixels from one line of text to the next
@@ -107,13 +107,12 @@ def psnr(one: Image.Image, other: Image.Image) -> float:
 
 def check_sheet_path(path: Path) -> None:
     """Raise UserError if a sheet can't be written to `path`, or if another file is there."""
-    with writing(path):
-        there = nearest(path) == path
-    if path.suffix.lower() != ".png" or (there and path.is_dir()):
-        got = "a folder" if there and path.is_dir() else path.suffix or "no ending"
+    check_place(path.parent, path)
+    if path.suffix.lower() != ".png" or path.is_dir():
+        got = "a folder" if path.is_dir() else path.suffix or "no ending"
         advice = "name a file such as sheet.png"
         raise unexpected(f"--out {path}", "a file ending in .png", got, advice)
-    if there:
+    if path.exists():
         ours = False
         with contextlib.suppress(*UNREADABLE), Image.open(path) as image:
             image.load()
@@ -123,7 +122,6 @@ def check_sheet_path(path: Path) -> None:
                 f"--out {path}: expected a new file or an earlier sheet, got another file; choose"
                 " another name"
             )
-    check_place(path.parent, path)
 
 
 def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:

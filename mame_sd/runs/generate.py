@@ -82,7 +82,7 @@ def generate(
         method = Merging(model.resolved(method))
     jobs = jobs_of(prompts, settings)
     known = {job.name: job.known for job in jobs}
-    folder = RunFolder(out, process.rank)
+    folder = RunFolder(out)
     # All that decides pixels. A folder must be continued with the settings it was begun with.
     described = {
         **described_sampling(prompts, settings),

@@ -11,7 +11,6 @@ from typing import Any
 from unicodedata import normalize
 
 from mame_sd.errors import UserError, unexpected
-from mame_sd.runs.files import read_regular
 
 FORMAT = "mame-sd run 1"
 # Errors that reading a line raises if the line is no record.
@@ -44,7 +43,7 @@ class Sample:
 def read_manifest(path: Path, advice: str) -> dict[str, Any]:
     """Return the manifest of a run, or raise UserError, which ends in `advice`."""
     try:
-        values = json.loads(read_regular(path).decode())
+        values = json.loads(path.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the manifest of a run, got: {error}; {advice}") from None
     known = isinstance(values, dict) and values.get("format") == FORMAT
@@ -92,7 +91,7 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     """
     path = folder / "samples.jsonl"
     try:
-        lines = read_regular(path).decode().split("\n")
+        lines = path.read_bytes().decode().split("\n")
     except (FileNotFoundError, NotADirectoryError):
         got = "one without samples.jsonl" if folder.is_dir() else "no such folder"
         raise unexpected(str(folder), "the folder of a run", got, advice) from None

@@ -201,7 +201,6 @@ perception/merged_block.py: perception
 runs/run_folder.py: runs
     and record.get("sha256", digest) == digest => and digest
     if foreign and self.manifest.name not in foreign: => if False:
-    if own.is_symlink(): => if False:
 runs/jobs.py: runs
     [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
     if last and last[0].steered == job.steered and => if last and

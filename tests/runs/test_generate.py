@@ -174,29 +174,19 @@ def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> No
     (tmp_path / "a" / "manifest.json").write_text("{}")
     refused(tmp_path / "a", "expected the manifest of a run")
     refused(tmp_path / "a" / "thesis.tex" / "below", "expected a folder, got the file")
-    refused(tmp_path.joinpath(*["b"] * 300), "expected at most 256 new folders")
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "thesis.tex"]
     if Path("/proc/self").exists():  # a folder that not even root can write to
         refused(Path("/proc/mame-sd"), "can't be")
-    for name in ("images", ".mame-sd"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).symlink_to(tmp_path / "elsewhere")
-        refused(tmp_path / name, f"expected {name} to be a folder of its own, got a link")
-    assert not (tmp_path / "elsewhere").exists()
 
 
 @posix
-def test_a_folder_is_locked_and_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+def test_a_folder_is_locked(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "run")
     first.prepare({"settings": {}})
     with pytest.raises(UserError, match="another run is writing to"):
         RunFolder(tmp_path / "run").prepare({"settings": {}})
     first.close(complete=True)
-    (tmp_path / "run" / ".mame-sd").mkdir()
-    (tmp_path / "run" / ".mame-sd" / "lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="can't be written"):
-        RunFolder(tmp_path / "run").prepare({"settings": {}})
-    assert not (tmp_path / "elsewhere").exists()
+    RunFolder(tmp_path / "run").prepare({"settings": {}})
 
 
 def test_what_others_take_away_during_a_run_is_said_and_made_again(
@@ -280,7 +270,7 @@ def test_two_processes_share_a_run_and_make_the_same_bytes(
     write = RunFolder.write_image
 
     def noted(folder: RunFolder, name: str, *rest: Any) -> None:
-        (tmp_path / f"{folder._rank} wrote {name}").touch()
+        (tmp_path / f"{os.getpid()} wrote {name}").touch()
         write(folder, name, *rest)
 
     monkeypatch.setattr(RunFolder, "write_image", noted)
