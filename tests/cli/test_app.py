@@ -57,7 +57,7 @@ generate --steps | --steps
 generate --steps many | --steps: expected a whole number, got 'many'; mame-sd generate --help
 generate | expected prompts, got none; give "a prompt" in quotes, or --prompts FILE
 generate ' ' | expected a prompt, got an empty one
-generate --prompts | Option '--prompts' requires an argument; mame-sd generate --help shows
+generate --prompts | Option '--prompts' requires an argument; mame-sd --help shows
 generate --prompts . | .: expected a prompt file ending in .txt, .csv, .tsv
 generate x --steps 0 | --steps: expected at least 1, got 0
 generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
@@ -313,8 +313,8 @@ def test_away_from_a_terminal_progress_is_plain_lines(
         tell.step(1, 4)
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "images: 2 of 6"
-    assert re.fullmatch(r"images: 3 of 6, about \d+ s left", second)
-    assert re.fullmatch(r"images: 3 of 6, step 1 of 4, about \d+ s left", third)
+    assert re.fullmatch(r"images: 3 of 6, about \d:\d\d:\d\d left", second)
+    assert re.fullmatch(r"images: 3 of 6, step 1 of 4, about \d:\d\d:\d\d left", third)
     token = console.OUTPUT.set(console.Output(quiet=True))
     with progress("images") as tell:
         tell(1, 2)
