@@ -39,13 +39,7 @@ SMALL_SIDE = PANEL_SIDE // 2  # pixels of an image if several prompts are compar
 
 @dataclass(frozen=True)
 class Way:
-    """One way to make an image.
-
-    Attributes:
-        label: name in the sheet and the summary.
-        config: settings of merging; None merges nothing.
-        fewer: number of denoising steps less than asked for.
-    """
+    """One way to make an image: merged by `config`, and with `fewer` denoising steps."""
 
     label: str
     config: MaMeConfig | None = None
@@ -54,16 +48,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Panel:
-    """A prompt's image in one way.
+    """A prompt's image in one way, and what merged (`levels`), as fields of LevelReport.
 
-    Attributes:
-        label: name of the way.
-        image: the image.
-        seconds: seconds that it took. On a CPU these are CPU seconds, which other programs hardly
-            change.
-        levels: what merged, as fields of LevelReport.
-        method: method that merged.
-        unit: unit of the seconds.
+    On a CPU its seconds are CPU seconds, which other programs hardly change.
     """
 
     label: str

@@ -32,14 +32,9 @@ from mame_sd.runs.sampling import sample, to_png
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended.
+    """How a run ended: numbers of images, and means over all of them.
 
-    Attributes:
-        images: number of images of the run.
-        made: number of images that this process made.
-        found: number of images that were there before.
-        seconds_per_image: mean over all images.
-        levels: mean tokens of each level over all images.
+    This process `made` some, and `found` were there before.
     """
 
     images: int

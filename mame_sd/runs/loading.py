@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from mame_sd.runs.model_files import (
     ModelChoice,
     check_tokenizers,
     digest_of,
+    find_folder,
     find_model,
     read_lora,
 )
-from mame_sd.runs.single_file import load_single_file
 
 # Arguments of pipelines that need more than a prompt, or make video or audio.
 _OTHER_ARGUMENTS = (
@@ -34,6 +34,13 @@ _OTHER_ARGUMENTS = (
     *("video", "num_frames", "video_length", "num_videos_per_prompt"),
     *("audio_duration", "audio_duration_s", "audio_end_in_s", "num_waveforms_per_prompt"),
 )
+# Classes of the checkpoints in Stable Diffusion's original layout that diffusers tells apart.
+_SINGLE_FILE_CLASSES = {
+    "v1": "StableDiffusionPipeline",
+    "v2": "StableDiffusionPipeline",
+    "xl_base": "StableDiffusionXLPipeline",
+    "playground-v2-5": "StableDiffusionXLPipeline",
+}
 # Schedulers of LoRAs for few steps. They read any schedule of betas, which diffusers doesn't say.
 _FEW_STEP_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 
@@ -85,7 +92,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     _silence_libraries()
     source, name = find_model(choice), choice.name
     with _loading(name):
-        pipe = (load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
+        pipe = (_load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
         for weight, values in weights_of(pipe):
             if values.is_meta:  # the file lacks it
                 raise UserError(
@@ -94,7 +101,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         saved = None if source.is_file() else read_saved_merging(source)
         if choice.scheduler is not None:
             _set_scheduler(pipe, choice.scheduler)
-        add_loras(pipe, choice.loras, choice.offline)
+        add_loras(pipe, choice)
         pipe.set_progress_bar_config(disable=True)
         pipe.to(device)
         digest = digest_of(source)
@@ -193,6 +200,43 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)
 
 
+def _load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
+    """Load a .safetensors checkpoint of Stable Diffusion 1, 2 or XL in its original layout.
+
+    It holds weights alone. Configurations, scheduler and tokenizers come from a pipeline of the
+    same architecture: --single-file-config, or the hub's pipeline that diffusers knows.
+    """
+    import diffusers
+    from diffusers.loaders.single_file_utils import (
+        fetch_diffusers_config,
+        infer_diffusers_model_type,
+    )
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        sizes = {key: file.get_slice(key).get_shape() for key in list(file.keys())}
+    shapes = {key: torch.empty(size, device="meta") for key, size in sizes.items()}
+    kind = "another layout"
+    if any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes):
+        kind = infer_diffusers_model_type(shapes)
+    if kind not in _SINGLE_FILE_CLASSES:
+        allowed = "a checkpoint of Stable Diffusion 1, 2 or XL in its original layout"
+        raise unexpected(f"--model {path}", allowed, kind, "give a diffusers folder instead")
+
+    def download(name: str) -> str:  # diffusers would ignore --offline
+        files = ["*.json", "*.txt", "*.model"]
+        return snapshot_download(name, local_files_only=choice.offline, allow_patterns=files)
+
+    config = choice.single_file_config
+    config = config or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    folder = find_folder(config, download, "--single-file-config")
+    check_tokenizers(folder, "--single-file-config")
+    return getattr(diffusers, _SINGLE_FILE_CLASSES[kind]).from_single_file(
+        str(path), config=str(folder), **dtype_argument(dtype)
+    )
+
+
 def _set_scheduler(pipe: Any, name: str) -> None:
     """Replace the scheduler by that class of diffusers, with the model's noise schedule."""
     import diffusers
@@ -209,23 +253,20 @@ def _set_scheduler(pipe: Any, name: str) -> None:
         raise unexpected("--scheduler", allowed, f"{name}{why}", advice) from None
 
 
-def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
-    """Load LoRAs as `read_lora` takes them into a pipeline, and switch all of them on.
-
-    If `offline`, the hub is never asked.
+def add_loras(pipe: Any, choice: ModelChoice) -> None:
+    """Load the chosen LoRAs into a pipeline, and switch all of them on.
 
     Raises:
         UserError: one is made for another model, or PEFT is missing.
     """
     scales = {}
-    for number, (source, scale) in enumerate(map(read_lora, loras)):
+    for number, (source, scale) in enumerate(map(read_lora, choice.loras)):
         path, scales[f"lora{number}"] = Path(source), scale
         where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}
         place = str(path.parent) if path.is_file() else source
         try:
-            pipe.load_lora_weights(
-                place, adapter_name=f"lora{number}", local_files_only=offline, **where
-            )
+            where |= {"adapter_name": f"lora{number}", "local_files_only": choice.offline}
+            pipe.load_lora_weights(place, **where)
             pipe.set_adapters(list(scales), list(scales.values()))
         except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
             peft = "PEFT" in str(error)

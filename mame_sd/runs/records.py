@@ -19,17 +19,7 @@ RECORD_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowErr
 
 @dataclass(frozen=True)
 class Sample:
-    """One image of a run.
-
-    Attributes:
-        key: `<id>_<repeat>`.
-        prompt_id: id of the prompt.
-        prompt: text of the prompt.
-        seed: seed of the image.
-        negative_prompt: negative prompt, or None.
-        path: its file.
-        row: its whole record: seconds, levels, size, ...
-    """
+    """One image of a run, by its key `<id>_<repeat>`. Its `row` is the whole record."""
 
     key: str
     prompt_id: str

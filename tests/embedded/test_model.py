@@ -128,7 +128,7 @@ def test_the_few_step_lora_loads_by_its_name_and_its_mlps_are_restored() -> None
     pipe = load_model(choice).pipe
     plain = embedded_pipeline("transformer").transformer
     with pytest.raises(UserError, match="expected a LoRA for StableDiffusionPipeline"):
-        add_loras(embedded_pipeline("unet"), choice.loras)
+        add_loras(embedded_pipeline("unet"), choice)
 
     def latents(transformer: torch.nn.Module) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
