@@ -10,7 +10,6 @@ from typing import Any
 
 from mame_sd.cli.console import answer, doing, note, progress
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
 from mame_sd.report import NAMES, counted
 from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
@@ -37,10 +36,8 @@ def run_generate(
         config: how it merges; None for the unmerged model.
     """
     process = this_process()
-    model, merging = load_to_merge(choice, config, prompts, process)
-    saved = model.saved_merging
-    off = config is None or (saved is not None and not saved.on and not config.given)
-    config = None if off else model.resolved(merging)
+    model = load_with_note(choice, prompts, process)
+    config = None if config is None else model.resolved(config)
     with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
             model,
@@ -102,46 +99,26 @@ def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
     return [index for index, found in enumerate(ids) if len(found) > most]
 
 
-def load_to_merge(
-    choice: ModelChoice,
-    given: MaMeConfig | None,
-    prompts: Sequence[Prompt],
-    process: Process | None = None,
-) -> tuple[LoadedModel, MaMeConfig]:
+def load_with_note(
+    choice: ModelChoice, prompts: Sequence[Prompt], process: Process | None = None
+) -> LoadedModel:
     """Load a model, and print a note on prompts that it reads only in part.
 
     Args:
         choice: the model.
-        given: settings of the command; None for the unmerged model.
         prompts: the prompts.
         process: this process. Only the main one prints.
-
-    Returns:
-        The model, and the settings: those saved with it, overridden by `given`.
-
-    Raises:
-        UserError: saved and given settings exclude each other.
     """
-    process, config = process or Process(), given or MaMeConfig()
-    on_note = note if process.is_main else lambda text: None
+    process = process or Process()
     with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
         model = load_model(choice, process.local_rank)
-    if cut := cut_prompts(model.pipe, [prompt.text for prompt in prompts]):
-        on_note(
+    cut = cut_prompts(model.pipe, [prompt.text for prompt in prompts])
+    if cut and process.is_main:
+        note(
             f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
             f" longer than the model reads, which ignores the rest ({prompts[cut[0]].id} first)"
         )
-    saved = model.saved_merging
-    if saved is None or given is None:
-        return model, config
-    on_note(
-        f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline"
-        " override it"
-    )
-    try:
-        return model, saved.config.replace(**given.given)
-    except ValueError as error:
-        raise UserError(f"merging: {error} (the model was saved with {saved})") from None
+    return model
 
 
 def _outcome(summary: Summary, out: Path) -> str:

@@ -152,7 +152,7 @@ def known_settings(
     known = {**described_sampling(prompts, settings), "model": choice.identity()}
     if config is None:
         known["mame"] = None
-    elif config.given:  # otherwise a setting saved with the model may turn merging off
+    elif config.given:  # otherwise the model's mame.json may decide
         known["mame"] = config.to_dict(given_only=True)
     return known
 

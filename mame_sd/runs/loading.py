@@ -14,7 +14,7 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
-from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging, resolved
+from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line, unexpected
 from mame_sd.report import NOTHING_MERGES
@@ -53,14 +53,11 @@ class LoadedModel:
         pipe: the pipeline on its device, without progress bars.
         identity: JSON values that distinguish this model from others.
         guidance: default guidance scale; None if the pipeline takes none.
-        saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the
-            plain pipeline.
     """
 
     pipe: Any
     identity: dict[str, Any]
     guidance: float | None
-    saved_merging: SavedMerging | None = None
 
     @property
     def arguments(self) -> frozenset[str]:
@@ -98,7 +95,6 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
                 raise UserError(
                     f"--model {name}: expected the tensor {weight}, found none; download it again"
                 )
-        saved = None if source.is_file() else read_saved_merging(source)
         if choice.scheduler is not None:
             _set_scheduler(pipe, choice.scheduler)
         add_loras(pipe, choice)
@@ -110,7 +106,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     _, guidance = guidance_of(pipe)
     if guidance is not None:
         guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
-    return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
+    return LoadedModel(pipe=pipe, identity=identity, guidance=guidance)
 
 
 def weights_of(pipe: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -196,8 +192,7 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     pipe = kind.from_pretrained(
         str(folder), variant=choice.variant, local_files_only=choice.offline, **given
     )
-    # Merging comes from `saved_merging` and the options.
-    return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)
+    return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)  # of a custom class
 
 
 def _load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:

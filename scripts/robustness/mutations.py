@@ -216,7 +216,7 @@ runs/sampling.py: runs cli/test_app.py
     if settings.height is not None: => if False:
 cli/errors.py: cli
     return USAGE, str(error) => return MACHINE, str(error)
-    if interrupts or isinstance(error, KeyboardInterrupt): => if False:
+    if _interrupted(error): => if False:
 cli/groups.py: cli
     if others: => if False:
 """

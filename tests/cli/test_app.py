@@ -74,7 +74,6 @@ generate x --model a/b --lora '' | --lora : expected a .safetensors file, a fold
 generate x --model a/b --lora nobody/nothing:inf | expected a finite scale after the colon
 generate x --model '' | --model: expected a folder, file or hub id, got nothing; give one
 generate x --dtype int8 | --dtype: expected auto, float32
-generate x --device abacus | --device: expected auto, cpu, cuda, cuda:N or mps, got 'abacus'
 generate x --device cuda:7 | --device cuda:7: expected auto or a device of this machine (cpu
 generate x --width 64 | --height, --width: expected both or neither, got None and 64; give both
 generate --prompts none.txt | none.txt: the prompt file can't be read (No such file or directory)
@@ -330,7 +329,6 @@ generate x --model ./none
 generate x --model embedded-unicorn
 generate x --model .
 generate x --model embedded-transformer --lora ./none
-generate x --device abacus
 generate x --out /dev/null
 generate x --out begun
 compare x --out a.jpg
