@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +47,6 @@ def run_generate(
             process=process,
             on_progress=on_progress,
             on_step=on_progress.step,
-            on_note=note,
         )
     if not process.is_main:
         return
@@ -83,20 +81,15 @@ def level_line(level: Mapping[str, Any], method: str) -> str:
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
     """Return the indices of the prompts that the longest text encoder reads only in part."""
     tokenizers = [
-        # Kandinsky 5 has a processor that holds one, Kolors a tokenizer that wraps one.
-        part if hasattr(part, "model_max_length") else part.tokenizer
+        part
         for name, part in pipe.components.items()
-        if name.startswith("tokenizer") and part is not None
+        if name.startswith("tokenizer") and hasattr(part, "model_max_length")
     ]
-    longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length, default=None)
-    if longest is None:
+    if not tokenizers:
         return []
-    own = inspect.signature(pipe.__call__).parameters.get("max_sequence_length")
-    most = longest.model_max_length
-    if own is not None and isinstance(own.default, int):
-        most = min(most, own.default)
+    longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length)
     ids = longest(list(texts), verbose=False)["input_ids"]
-    return [index for index, found in enumerate(ids) if len(found) > most]
+    return [index for index, found in enumerate(ids) if len(found) > longest.model_max_length]
 
 
 def load_with_note(

@@ -85,11 +85,8 @@ def _exists(path: Path) -> bool:
 def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """Return a context with a file to write to, which replaces `path` when the block ends well.
 
-    Folders above `path` are created.
-
-    Args:
-        path: the file.
-        temporary: a path on the same file system. By default, a hidden file next to `path`.
+    Folders above `path` are created. `temporary`, a path on the same file system, is by default
+    a hidden file next to `path`.
 
     Raises:
         UserError, MachineError: see `writing`.

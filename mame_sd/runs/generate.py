@@ -54,7 +54,6 @@ def generate(
     process: Process | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_step: Callable[[int, int], None] = lambda step, steps: None,
-    on_note: Callable[[str], None] = lambda note: None,
 ) -> Summary:
     """Make every image that a run folder lacks.
 
@@ -67,7 +66,6 @@ def generate(
         process: this process among several, which must have `joined` one another.
         on_progress: called with the numbers of images done and in all of this process.
         on_step: called with the numbers of steps done and in all, if the pipeline reports them.
-        on_note: called with notes for the user.
 
     Raises:
         UserError, MachineError: all images made before are kept, and the same call continues.
@@ -92,11 +90,7 @@ def generate(
     complete = False
     try:
         if process.is_main:
-            for difference in folder.prepare(about):
-                on_note(
-                    "the folder was begun in another environment, so pixels may differ a little"
-                    f" ({difference})"
-                )
+            folder.prepare(about)
             folder.collect(known)
         process.wait()
         done = folder.finished(known)

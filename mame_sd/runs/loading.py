@@ -143,21 +143,14 @@ def known_identity(choice: ModelChoice) -> dict[str, Any]:
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    except (UserError, MachineError):
+    except (UserError, MachineError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise MachineError(
-            f"--model {name}: it does not fit into memory ({first_line(error)}); use --dtype"
-            " float16, or a smaller model"
-        ) from error
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds
         if isinstance(error, ImportError) or str(error).startswith("Failed to import"):
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
+            cause = str(error).strip().splitlines()[-1]
             raise MachineError(
-                f"--model {name}: a package that it needs does not load ({first_line(cause)});"
-                " install it with pip"
+                f"--model {name}: a package that it needs does not load ({cause}); install it with"
+                " pip"
             ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but"

@@ -23,9 +23,12 @@ def settings_of(text: str, flag: str) -> MaMeConfig:
     Raises:
         UserError: the text or the file holds other things. The message names the `flag`.
     """
-    try:
-        if "=" in text and not os.path.exists(text):
+    if "=" in text and not os.path.exists(text):
+        try:
             return MaMeConfig.from_text(text)
+        except ValueError as error:
+            raise UserError(f"{flag} {text}: {error}; correct it") from None
+    try:
         return MaMeConfig.from_file(Path(text))
     except ValueError as error:
         raise UserError(f"{flag} {error}") from None

@@ -59,12 +59,8 @@ class RunFolder:
         if foreign:
             self._begun_with(settings or {}, partly=True)
 
-    def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Create the folder or continue in it, and return differences of the environment.
-
-        Args:
-            manifest: "settings", which must agree with those the folder was begun with, and
-                "environment".
+    def prepare(self, manifest: Mapping[str, Any]) -> None:
+        """Create the folder with a manifest, or continue in it with the same settings.
 
         Raises:
             UserError: the folder is foreign, can't be written, has other settings, or is in use.
@@ -81,14 +77,11 @@ class RunFolder:
                     f"--out {self.path}: another run is writing to this folder; wait for it, or"
                     " choose another"
                 ) from None
-        there = self._begun_with(manifest["settings"]) if self.manifest.exists() else None
-        if there is None:
+        if not (self.manifest.exists() and self._begun_with(manifest["settings"])):
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
-            there = manifest
         with writing(self.images):
             self.images.mkdir(exist_ok=True)
-        return differences(there.get("environment", {}), manifest.get("environment", {}))
 
     def finished(self, names: Iterable[str]) -> set[str]:
         """Return the names of images that are complete and match their records."""
@@ -111,20 +104,11 @@ class RunFolder:
     def collect(self, known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Write samples.jsonl from all records so far, and return its rows.
 
-        Args:
-            known: the names of all images of the run, in order, with what is known of each before
-                it is made.
+        `known` has the names of all images of the run, with what is known of each beforehand.
         """
         records = self._records()
         done = self.finished(known)
-        for name in known.keys() - done:  # incomplete or foreign, and so made again
-            with writing(self.images):
-                (self.images / f"{name}.png").unlink(missing_ok=True)
-        rows = [
-            {**records.get(name, {}), "name": name, **fixed}
-            for name, fixed in known.items()
-            if name in done
-        ]
+        rows = [{**records[name], **fixed} for name, fixed in known.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
         for part in self.work.glob("*.json"):
@@ -158,23 +142,21 @@ class RunFolder:
             return False
         return bool(record) and record.get("sha256", digest) == digest
 
-    def _begun_with(
-        self, settings: Mapping[str, Any], partly: bool = False
-    ) -> Mapping[str, Any] | None:
-        """Return the folder's manifest, or None if it has no image yet and may be replaced.
+    def _begun_with(self, settings: Mapping[str, Any], partly: bool = False) -> bool:
+        """Return whether the folder has an image; without one its manifest may be replaced.
 
         Raises:
             UserError: there is no manifest, or there are images of other settings.
         """
         there = read_manifest(self.manifest, "choose another --out")
         if not any(self.images.glob("*.png")):
-            return None
+            return False
         if different := differences(there["settings"], settings, partly):
             raise UserError(
                 f"--out {self.path}: the folder was begun with other settings"
                 f" ({in_short(different)}); choose another folder, or give the same settings"
             )
-        return there
+        return True
 
 
 def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> list[str]:

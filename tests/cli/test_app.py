@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diffusers import StableDiffusionPipeline
 from transformers import CLIPImageProcessorPil, CLIPProcessor
 
 from mame_sd.cli import app as cli
@@ -25,7 +24,7 @@ from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.cli import app as evaluation
 from tests.builders.console import error_of
-from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
+from tests.builders.tiny import save_tiny_pipeline, tiny_pipeline
 
 LONG = "x" * 300
 
@@ -222,17 +221,11 @@ def test_a_prompt_beyond_what_the_model_reads_is_noted(
     assert "1 of 2 prompts is longer than the model reads, which ignores the rest (p00002" in said
 
 
-def test_how_much_a_model_reads_is_said_by_its_call_or_its_tokenizers() -> None:
-    class Short(StableDiffusionPipeline):
-        def __call__(self, prompt: str, max_sequence_length: int = 6) -> None:
-            raise NotImplementedError
-
-    pipe, texts = tiny_pipeline(), ["key", "a red key", "key" * 40]
-    pipe.tokenizer.tokenizer = object()  # as that of Kolors, which is no tokenizer of transformers
-    assert cut_prompts(pipe, texts) == [2]
+def test_a_tokenizer_that_does_not_say_how_much_it_reads_is_left_out() -> None:
+    pipe, texts = tiny_pipeline(), ["key", "key" * 40]
+    assert cut_prompts(pipe, texts) == [1]
     pipe.tokenizer = CLIPProcessor(CLIPImageProcessorPil(), pipe.tokenizer)
-    assert cut_prompts(pipe, texts) == [2]
-    assert cut_prompts(Short(**tiny_components()), texts) == [1, 2]
+    assert cut_prompts(pipe, texts) == []
 
 
 def test_a_terminal_shows_loading_and_steps(

@@ -139,9 +139,7 @@ def test_an_image_that_others_cut_or_put_there_is_made_again_and_strange_records
     assert snapshot(tmp_path) == before
 
 
-def test_other_settings_are_refused_and_named_and_another_environment_is_noted(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+def test_other_settings_are_refused_and_named(model: LoadedModel, tmp_path: Path) -> None:
     run(model, tmp_path)
     before = snapshot(tmp_path)
     for named, given in {
@@ -154,13 +152,6 @@ def test_other_settings_are_refused_and_named_and_another_environment_is_noted(
             run(model, tmp_path, **given)
     found = {name: data for name, data in snapshot(tmp_path).items() if not name.startswith(".")}
     assert found == before
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["environment"]["threads"] = 64
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    notes: list[str] = []
-    run(model, tmp_path, on_note=notes.append)
-    (noted,) = notes
-    assert "threads: 64 there" in noted
 
 
 def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> None:
