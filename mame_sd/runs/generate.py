@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from mame_sd.runs.merging import InstalledMethod, Merging, Method
 from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.run_folder import RunFolder
-from mame_sd.runs.sampling import sample, to_png
+from mame_sd.runs.sampling import sample
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def generate(
         "mame": None,
         **({} if method is None else method.describe()),
     }
-    run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_step)
+    run = _Run(model, settings, method, jobs, folder, process, on_progress, on_step)
     about = {"settings": described, "environment": environment(model.pipe.device)}
     rows: list[dict[str, Any]] = []
     complete = False
@@ -119,7 +120,6 @@ class _Run:
     settings: GenerateSettings
     method: Method | None
     jobs: Sequence[Job]
-    described: dict[str, Any]
     folder: RunFolder
     process: Process
     on_progress: Callable[[int, int], None]
@@ -168,7 +168,8 @@ class _Run:
         missing = [(job, image) for job, image in pairs if job.name not in done]
         for job, image in missing:
             record = {**job.known, "width": image.width, "height": image.height, **about}
-            self.folder.write_image(job.name, to_png(image, job, self.described), record)
+            image.save(buffer := io.BytesIO(), "PNG")
+            self.folder.write_image(job.name, buffer.getvalue(), record)
         return len(missing)
 
 
