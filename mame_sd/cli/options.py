@@ -13,8 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from importlib import metadata
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -76,8 +75,6 @@ class FieldOptions:
                 continue
             default = None if given_only else defaults.get(f.name, f.default)
             hint = hints[f.name]
-            if get_origin(hint) in (Union, UnionType):
-                (hint,) = (member for member in get_args(hint) if member is not NoneType)
             if hint == tuple[str, ...]:  # may be given repeatedly
                 hint, default = list[str], list(default or ())
             about: dict[str, Any] = {
