@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
@@ -90,7 +91,8 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     source, name = find_model(choice), choice.name
     with _loading(name):
         pipe = (_load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
-        for weight, values in weights_of(pipe):
+        parts = {n: part for n, part in pipe.components.items() if isinstance(part, nn.Module)}
+        for weight, values in nn.ModuleDict(parts).named_parameters():
             if values.is_meta:  # the file lacks it
                 raise UserError(
                     f"--model {name}: expected the tensor {weight}, found none; download it again"
@@ -113,13 +115,6 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     if guidance is not None:
         guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
     return LoadedModel(pipe=pipe, identity=identity, guidance=guidance)
-
-
-def weights_of(pipe: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return every weight of a pipeline with its name."""
-    for part, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module):
-            yield from component.named_parameters(prefix=part)
 
 
 def guidance_of(pipe: Any) -> tuple[str, float | None]:
