@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of these pairs, as the `object_pairs_hook` of `json.loads`.
-
-    Raises:
-        ValueError: a name occurs twice.
-    """
+def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -40,7 +35,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         raise ValueError(f"{expected}, got {path.suffix or 'no ending'}; rename or convert it")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        values = json.loads(text, object_pairs_hook=once_each)
+        values = json.loads(text, object_pairs_hook=_once_each)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"{expected}, but it can't be read ({reason}); check the path") from None

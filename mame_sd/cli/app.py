@@ -30,7 +30,7 @@ from mame_sd.cli.sheet import check_sheet_path
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place
-from mame_sd.runs.jobs import GenerateSettings, known_settings
+from mame_sd.runs.jobs import GenerateSettings, described_sampling
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.run_folder import RunFolder
 
@@ -69,7 +69,12 @@ def generate_command(
     Run again to continue; launch with accelerate to share the work.
     """
     config, chosen = merging.read(), prompts.read()
-    RunFolder(out).check(known_settings(chosen, sampling, model, config))
+    known = {**described_sampling(chosen, sampling), "model": model.identity()}
+    if config is None:
+        known["mame"] = None
+    elif config.given:  # otherwise the model's mame.json may decide
+        known["mame"] = config.to_dict(given_only=True)
+    RunFolder(out).check(known)
     model.check_place()
     from mame_sd.cli.generate import run_generate
 
