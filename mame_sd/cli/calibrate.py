@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mame_sd.cli.console import answer, note, progress
-from mame_sd.cli.generate import load_with_note
+from mame_sd.cli.generate import load
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import FORMS, Measurement, calibrated, measure
 from mame_sd.errors import UserError
@@ -57,7 +57,7 @@ def run_calibrate(
     if len(prompts) > MOST:
         note(f"calibrating on the first {MOST} of {len(prompts)} prompts")
     prompts = prompts[:MOST]
-    model = load_with_note(choice, prompts)
+    model = load(choice)
     handle, file = Merging(base).install(model).handle, out / MEASURED
     about = {
         "model": model.identity,

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from mame_sd.cli.console import answer, progress
-from mame_sd.cli.generate import level_line, load_with_note
+from mame_sd.cli.generate import level_line, load
 from mame_sd.cli.sheet import (
     DIFFERENCE_SCALE,
     PANEL_SIDE,
@@ -94,7 +94,7 @@ def run_compare(
         settings: how images are sampled.
         merging: how it merges.
     """
-    model = load_with_note(choice, prompts)
+    model = load(choice)
     ways = ways_of(merging, settings)
     rows = []
     with progress("images") as on_progress:

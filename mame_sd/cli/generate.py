@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli.console import answer, doing, note, progress
+from diffusers.utils import logging
+
+from mame_sd.cli.console import OUTPUT, answer, doing, progress
 from mame_sd.config import MaMeConfig
 from mame_sd.report import NAMES, counted
 from mame_sd.runs.generate import Summary, generate
@@ -35,7 +37,7 @@ def run_generate(
         config: how it merges; None for the unmerged model.
     """
     process = this_process()
-    model = load_with_note(choice, prompts, process)
+    model = load(choice, process)
     config = None if config is None else model.resolved(config)
     with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
@@ -78,39 +80,13 @@ def level_line(level: Mapping[str, Any], method: str) -> str:
     return f"{NAMES[kind]}level {level['level']}: {kept} {what}"
 
 
-def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
-    """Return the indices of the prompts that the longest text encoder reads only in part."""
-    tokenizers = [
-        part
-        for name, part in pipe.components.items()
-        if name.startswith("tokenizer") and hasattr(part, "model_max_length")
-    ]
-    if not tokenizers:
-        return []
-    longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length)
-    ids = longest(list(texts), verbose=False)["input_ids"]
-    return [index for index, found in enumerate(ids) if len(found) > longest.model_max_length]
-
-
-def load_with_note(
-    choice: ModelChoice, prompts: Sequence[Prompt], process: Process | None = None
-) -> LoadedModel:
-    """Load a model, and print a note on prompts that it reads only in part.
-
-    Args:
-        choice: the model.
-        prompts: the prompts.
-        process: this process. Only the main one prints.
-    """
+def load(choice: ModelChoice, process: Process | None = None) -> LoadedModel:
+    """Load a model. From then on diffusers says which words of a prompt the model doesn't read."""
     process = process or Process()
     with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
         model = load_model(choice, process.local_rank)
-    cut = cut_prompts(model.pipe, [prompt.text for prompt in prompts])
-    if cut and process.is_main:
-        note(
-            f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
-            f" longer than the model reads, which ignores the rest ({prompts[cut[0]].id} first)"
-        )
+    if process.is_main and not OUTPUT.get().quiet:
+        logging.set_verbosity_warning()
     return model
 
 

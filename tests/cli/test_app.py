@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -14,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CLIPImageProcessorPil, CLIPProcessor
 
 from mame_sd.cli import app as cli
 from mame_sd.cli import console
 from mame_sd.cli.console import Bar, progress
-from mame_sd.cli.generate import cut_prompts
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.cli import app as evaluation
 from tests.builders.console import error_of
-from tests.builders.tiny import save_tiny_pipeline, tiny_pipeline
+from tests.builders.tiny import save_tiny_pipeline
 
 LONG = "x" * 300
 
@@ -222,20 +221,18 @@ def test_a_prompt_without_quotes_is_noted(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
-def test_a_prompt_beyond_what_the_model_reads_is_noted(
-    run_cli: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("quiet", [True, False])
+def test_words_that_the_model_does_not_read_are_noted(
+    run_cli: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    quiet: bool,
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("diffusers"), "handlers", [caplog.handler])
     long = " ".join(["red key"] * 60)
-    assert run_cli("generate", "key", long, "--out", "a", quick=True) == 0
-    said = capsys.readouterr().err
-    assert "1 of 2 prompts is longer than the model reads, which ignores the rest (p00002" in said
-
-
-def test_a_tokenizer_that_does_not_say_how_much_it_reads_is_left_out() -> None:
-    pipe, texts = tiny_pipeline(), ["key", "key" * 40]
-    assert cut_prompts(pipe, texts) == [1]
-    pipe.tokenizer = CLIPProcessor(CLIPImageProcessorPil(), pipe.tokenizer)
-    assert cut_prompts(pipe, texts) == []
+    assert run_cli("generate", "key", long, "--out", "a", *["-q"] * quiet, quick=True) == 0
+    said = ["The following part of your input was truncated" in text for text in caplog.messages]
+    assert said == ([] if quiet else [True])
 
 
 def test_a_terminal_shows_loading_and_steps(
