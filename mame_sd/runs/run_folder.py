@@ -13,6 +13,7 @@ bytes as an undisturbed one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,8 @@ from filelock import FileLock, Timeout
 from mame_sd.errors import UserError, unexpected
 from mame_sd.runs.files import check_place, write_atomically, writing
 from mame_sd.runs.records import FORMAT, RECORD_ERRORS, read_manifest, sample_of
+
+_NO_LOCKS = (None, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
 
 
 class RunFolder:
@@ -70,13 +73,14 @@ class RunFolder:
             self.work.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock.acquire()
-            except NotImplementedError:  # a file system without locks
-                pass
             except Timeout:
                 raise UserError(
                     f"--out {self.path}: another run is writing to this folder; wait for it, or"
                     " choose another"
                 ) from None
+            except (OSError, NotImplementedError) as error:
+                if getattr(error, "errno", None) not in _NO_LOCKS:
+                    raise
         if not (self.manifest.exists() and self._begun_with(manifest["settings"])):
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")

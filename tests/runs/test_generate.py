@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 
 from mame_sd.cli import app as cli
@@ -169,12 +171,20 @@ def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> No
 
 
 @posix
-def test_a_folder_is_locked(tmp_path: Path) -> None:
+def test_a_folder_is_locked_if_its_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = RunFolder(tmp_path / "run")
     first.prepare({"settings": {}})
     with pytest.raises(UserError, match="another run is writing to"):
         RunFolder(tmp_path / "run").prepare({"settings": {}})
     first.close(complete=True)
+    RunFolder(tmp_path / "run").prepare({"settings": {}})
+
+    def no_lock(lock: FileLock) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", no_lock)
     RunFolder(tmp_path / "run").prepare({"settings": {}})
 
 
