@@ -65,19 +65,12 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         mame_config: Any = None,
         **others: Any,
     ) -> None:
-        fields = {**_dict_of(mame_config), **_taken(others)}
+        fields = _taken(others)
         super().__init__(*components, **others)
         self._mame: MaMeHandle | None = None
         self._calls = 0  # that merge now, each in a thread of its own
         self._foreign = ExitStack()  # puts back the hooks of others
-        number = {n: fields.pop(n) for n in ("tau", "keep") if fields.get(n) is not None}
-        if number and tau == DEFAULT and keep is None:
-            tau, keep = number.get("tau"), number.get("keep")
-        tau, keep = self._choice(tau, keep)
-        resolve_setting(tau, keep, fields)
-        if fields.get("layers") is not None:
-            fields["layers"] = dict(fields["layers"])  # of LayerRules, which JSON has not
-        self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
+        self.set_mame(tau=tau, keep=keep, mame_config={**_dict_of(mame_config), **fields})
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
@@ -140,6 +133,27 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         """All settings that the next call merges with; None if merging is off."""
         return resolve_setting(self.config.tau, self.config.keep, self.config.mame_config)
 
+    def set_mame(self, tau: Any = _UNSET, keep: Any = _UNSET, mame_config: Any = _UNSET) -> None:
+        """Change settings for all further calls and for saving.
+
+        Args:
+            tau: Replaces `keep`, as in the constructor.
+            keep: Replaces `tau`, as in the constructor.
+            mame_config: Further fields, as in the constructor.
+
+        Raises:
+            ValueError: If a setting is unknown or out of range. Nothing has changed then.
+        """
+        fields = _dict_of(self.config.get("mame_config") if mame_config is _UNSET else mame_config)
+        number = {n: fields.pop(n) for n in ("tau", "keep") if fields.get(n) is not None}
+        if number and tau in (_UNSET, DEFAULT) and keep in (_UNSET, None):
+            tau, keep = number.get("tau"), number.get("keep")
+        tau, keep = self._choice(tau, keep)
+        resolve_setting(tau, keep, fields)
+        if fields.get("layers") is not None:
+            fields["layers"] = dict(fields["layers"])  # of LayerRules, which JSON has not
+        self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
+
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
         """Generate images; arguments and result are those of StableDiffusionPipeline's call.
 
@@ -163,7 +177,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
     def _choice(self, tau: Any, keep: Any) -> tuple[Any, Any]:
         """Return (tau, keep), where given values replace those of the pipeline."""
         if tau is _UNSET and keep is _UNSET:
-            return self.config.tau, self.config.keep
+            return self.config.get("tau", DEFAULT), self.config.get("keep")
         tau, keep = (None if value is _UNSET else value for value in (tau, keep))
         return (None if tau == DEFAULT and keep is not None else tau), keep
 

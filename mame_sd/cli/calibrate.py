@@ -18,6 +18,7 @@ from mame_sd.json_files import read_object
 from mame_sd.runs.files import write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
+from mame_sd.runs.loading import known_identity
 from mame_sd.runs.merging import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
@@ -97,7 +98,7 @@ def _check(out: Path, choice: ModelChoice) -> None:
             continue
         try:
             there = read_object(file, "an earlier calibration")["about"]["model"]
-            different = differences(there, choice.identity(), partly=True, name="model")
+            different = differences(there, known_identity(choice), partly=True, name="model")
         except (LookupError, TypeError, ValueError):
             different = ["values of another kind"]
         if different:

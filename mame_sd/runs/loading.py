@@ -86,7 +86,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    known = choice.identity()
+    known = known_identity(choice)
     _silence_libraries()
     source, name = find_model(choice), choice.name
     with _loading(name):
@@ -103,14 +103,8 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         pipe.set_progress_bar_config(disable=True)
         pipe.to(device)
         digest = digest_of(source)
-    identity = {
-        "scheduler": type(pipe.scheduler).__name__,
-        "pipeline": type(pipe).__name__,
-        "sha256": digest,
-        **known,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
-    }
+    own = {"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__}
+    identity = {**own, "sha256": digest, **known}
     _, guidance = guidance_of(pipe)
     if guidance is not None:
         guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
@@ -127,6 +121,17 @@ def guidance_of(pipe: Any) -> tuple[str, float | None]:
         if name in taken and isinstance(taken[name].default, (int, float)):
             return name, float(taken[name].default)
     return "guidance_scale", None
+
+
+def known_identity(choice: ModelChoice) -> dict[str, Any]:
+    """Return the part of a model's identity that is known before the model is loaded.
+
+    Raises:
+        UserError: this machine has no such device, or a LoRA is not there.
+    """
+    device = pick_device(choice.device)
+    dtype = str(pick_dtype(choice.dtype, device)).removeprefix("torch.")
+    return {**choice.identity(), "dtype": dtype, "device": device.type}
 
 
 @contextlib.contextmanager

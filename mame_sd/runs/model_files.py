@@ -161,9 +161,12 @@ def find_model(choice: ModelChoice) -> Path:
 
     folder = find_folder(choice.model or f"{EMBEDDED}unet", download)
     if not os.path.isfile(folder / "model_index.json"):
-        allowed, got = "the folder of a diffusers pipeline", "one without model_index.json"
-        advice = "give the folder that contains it"
-        raise unexpected(f"--model {choice.model or folder}", allowed, got, advice)
+        raise unexpected(
+            f"--model {choice.model or folder}",
+            "the folder of a diffusers pipeline",
+            "one without model_index.json",
+            "give the folder that contains it",
+        )
     return folder
 
 

@@ -67,6 +67,19 @@ def test_default_is_the_measured_one_and_none_is_off() -> None:
     assert off.mame is None
 
 
+def test_set_mame_lasts() -> None:
+    pipe = mame_pipeline()
+    pipe.set_mame(keep=0.4)
+    assert (pipe.tau, pipe.keep) == (None, 0.4)
+    with pytest.raises(ValueError, match="keep"):
+        pipe.set_mame(keep=7)
+    assert pipe.keep == 0.4
+    pipe.set_mame(tau=None)
+    assert pipe.mame_config is None
+    pipe.set_mame(tau="default", mame_config={"tile_size": 8})
+    assert pipe.mame_config == MaMeConfig(tile_size=8)
+
+
 def test_bad_settings() -> None:
     pipe = mame_pipeline()
     for settings, message in (
