@@ -22,7 +22,7 @@ WEIGHTS_HELP = "Folder with weights of metrics, searched first."
 
 
 # Fields of ModelChoice that a pretrained transformer has no use for.
-_WITHOUT = ("scheduler", "loras", "variant")
+_WITHOUT = ("scheduler", "loras", "variant", "single_file_config")
 
 _ENCODERS = "Folder, hub id or name of timm of a vision transformer. Default: embedded-clip."
 _LLAVAS = "Folder or hub id of a LLaVA. Default: embedded-captioner."

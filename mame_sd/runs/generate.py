@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import io
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from mame_sd.runs.merging import InstalledMethod, Merging, Method
 from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.run_folder import RunFolder
-from mame_sd.runs.sampling import sample
+from mame_sd.runs.sampling import sample, to_png
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def generate(
         "mame": None,
         **({} if method is None else method.describe()),
     }
-    run = _Run(model, settings, method, jobs, folder, process, on_progress, on_step)
+    run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_step)
     about = {"settings": described, "environment": environment(model.pipe.device)}
     rows: list[dict[str, Any]] = []
     complete = False
@@ -120,6 +119,7 @@ class _Run:
     settings: GenerateSettings
     method: Method | None
     jobs: Sequence[Job]
+    described: dict[str, Any]
     folder: RunFolder
     process: Process
     on_progress: Callable[[int, int], None]
@@ -168,8 +168,7 @@ class _Run:
         missing = [(job, image) for job, image in pairs if job.name not in done]
         for job, image in missing:
             record = {**job.known, "width": image.width, "height": image.height, **about}
-            image.save(buffer := io.BytesIO(), "PNG")
-            self.folder.write_image(job.name, buffer.getvalue(), record)
+            self.folder.write_image(job.name, to_png(image, job, self.described), record)
         return len(missing)
 
 

@@ -149,7 +149,8 @@ def _loading(name: str) -> Iterator[None]:
             ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but"
-            f" {first_line(error)}; check its files, --variant and --revision"
+            f" {first_line(error)}; check its files, --variant, --revision and"
+            " --single-file-config"
         ) from error
 
 
@@ -185,8 +186,8 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
 def _load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     """Load a .safetensors checkpoint of Stable Diffusion 1, 2 or XL in its original layout.
 
-    It holds weights alone. Configurations, scheduler and tokenizers come from the hub's pipeline
-    of the same architecture.
+    It holds weights alone. Configurations, scheduler and tokenizers come from a pipeline of the
+    same architecture: --single-file-config, or the hub's pipeline that diffusers knows.
     """
     import diffusers
     from diffusers.loaders.single_file_utils import (
@@ -210,7 +211,10 @@ def _load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> An
         files = ["*.json", "*.txt", "*.model"]
         return snapshot_download(name, local_files_only=choice.offline, allow_patterns=files)
 
-    folder = find_folder(fetch_diffusers_config(shapes)["pretrained_model_name_or_path"], download)
+    config = choice.single_file_config
+    config = config or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    folder = find_folder(config, download, "--single-file-config")
+    check_tokenizers(folder, "--single-file-config")
     return getattr(diffusers, _SINGLE_FILE_CLASSES[kind]).from_single_file(
         str(path), config=str(folder), **dtype_argument(dtype)
     )

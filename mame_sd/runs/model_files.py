@@ -28,7 +28,7 @@ class ModelChoice:
     """The model to load, and how; each field's help text describes it.
 
     Raises:
-        UserError: an unknown dtype, or a revision of no hub model.
+        UserError: an unknown dtype, a revision of no hub model, a configuration without a file.
     """
 
     model: str | None = option(
@@ -55,6 +55,11 @@ class ModelChoice:
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never contact the hub; use only cached files.")
+    single_file_config: str | None = option(
+        None,
+        "For a .safetensors file: a pipeline's folder or hub id of the same architecture.",
+        metavar="PATH_OR_ID",
+    )
 
     @property
     def name(self) -> str:
@@ -88,16 +93,13 @@ class ModelChoice:
         Raises:
             UserError: a LoRA is not there.
         """
-        own = {"scheduler": self.scheduler, "dtype": self.dtype}
+        config, own = self.single_file_config, {"scheduler": self.scheduler, "dtype": self.dtype}
         return {
             "name": self.name,
             "variant": self.variant,
+            "single_file_config": None if config is None else name_and_digest(config),
             "loras": [
-                {
-                    "name": name_of(source),
-                    "sha256": digest_of(Path(source)) if os.path.exists(source) else None,
-                    "scale": scale,
-                }
+                {**name_and_digest(source), "scale": scale}
                 for source, scale in map(read_lora, self.loras)
             ],
             **{name: value for name, value in own.items() if value not in (None, "auto")},
@@ -112,6 +114,9 @@ class ModelChoice:
             raise unexpected("--dtype", allowed, repr(self.dtype), "give one of these")
         if self.revision is not None and (self.embedded or os.path.exists(given)):
             raise unexpected("--revision", "a hub id as --model", given, "leave it out")
+        if self.single_file_config is not None and Path(given).suffix != ".safetensors":
+            allowed = "a .safetensors file as --model"
+            raise unexpected("--single-file-config", allowed, given, "leave it out")
 
 
 def read_lora(given: str) -> tuple[str, float]:
@@ -170,10 +175,13 @@ def find_model(choice: ModelChoice) -> Path:
     return folder
 
 
-def find_folder(name: str, download: Callable[[str], str]) -> Path:
+def find_folder(name: str, download: Callable[[str], str], flag: str = "--model") -> Path:
     """Return the folder of a model, or raise UserError.
 
-    `name` is a folder, embedded-NAME or a hub id, of which `download` returns the folder.
+    Args:
+        name: a folder, embedded-NAME or a hub id.
+        download: returns the folder of a hub model.
+        flag: the option that gave the name, for errors.
     """
     path = Path(name)
     if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long
@@ -184,24 +192,27 @@ def find_folder(name: str, download: Callable[[str], str]) -> Path:
         try:
             return embedded_model_path(name.removeprefix(EMBEDDED))
         except FileNotFoundError as error:
-            raise UserError(f"--model {name}: {error}") from None
+            raise UserError(f"{flag} {name}: {error}") from None
     if os.path.isfile(path) or not HUB_ID.fullmatch(name):
         found = "got a file" if os.path.isfile(path) else "found nothing there"
         raise UserError(
-            f"--model {name}: expected a folder or a hub id (owner/name), {found}; check the path"
+            f"{flag} {name}: expected a folder or a hub id (owner/name), {found}; check the path"
         )
     try:
         return Path(download(name))
     except Exception as error:  # offline, unknown, gated, no such revision
         reason = first_line(error).partition(" (")[0]
         raise UserError(
-            f"--model {name}: expected a folder, or a model of the hub that can be reached or is"
+            f"{flag} {name}: expected a folder, or a model of the hub that can be reached or is"
             f" cached, but {reason}; check the name and the network, or give a folder"
         ) from error
 
 
-def check_tokenizers(folder: Path) -> None:
-    """Raise UserError for a tokenizer without vocabulary, which transformers loads as empty."""
+def check_tokenizers(folder: Path, flag: str = "--model") -> None:
+    """Raise UserError for a tokenizer without vocabulary, which transformers loads as an empty one.
+
+    `flag` is the option that gave the pipeline's folder.
+    """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     for name, entry in index.items():
         if not name.startswith("tokenizer") or not isinstance(entry, list) or entry[-1] is None:
@@ -210,7 +221,7 @@ def check_tokenizers(folder: Path) -> None:
         known = ("_config.json", "special_tokens_map.json")
         if all(file.endswith(known) for file in there):
             raise UserError(
-                f"--model {folder}: expected the vocabulary of {name}, found"
+                f"{flag} {folder}: expected the vocabulary of {name}, found"
                 f" {'none' if there else 'no such folder'}; copy the whole model again"
             )
 
@@ -240,3 +251,9 @@ def name_of(source: str) -> str:
     if os.path.isdir(source):
         return shown(Path(source).resolve().name)
     return shown(os.path.basename(source)) if os.path.exists(source) else source
+
+
+def name_and_digest(source: str) -> dict[str, str | None]:
+    """Return a path's name without its place and its digest, which is None for a hub id."""
+    digest = digest_of(Path(source)) if os.path.exists(source) else None
+    return {"name": name_of(source), "sha256": digest}

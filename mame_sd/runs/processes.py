@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from mame_sd.errors import MachineError
+from mame_sd.errors import MachineError, unexpected
 
 T = TypeVar("T")
 
@@ -58,7 +58,12 @@ class Process:
 def this_process() -> Process:
     """Return this process by RANK, WORLD_SIZE and LOCAL_RANK. Without a launcher it is alone."""
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    return Process(*(int(os.environ.get(name, default)) for name, default in names.items()))
+    values = [os.environ.get(name, default) for name, default in names.items()]
+    try:
+        return Process(*map(int, values))
+    except ValueError:
+        given = ", ".join(values)
+        raise unexpected(", ".join(names), "whole numbers", given, "unset them") from None
 
 
 @contextlib.contextmanager

@@ -1,12 +1,15 @@
-"""Call a pipeline: jobs in, images out."""
+"""Call a pipeline: jobs in, images out; images as PNG."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.jobs import GenerateSettings, Job, generator_of
@@ -46,6 +49,12 @@ def sample(
             f"{type(model.pipe).__name__} does not take these settings ({first_line(error)});"
             " change them"
         ) from error
+    if not hasattr(result, "images"):
+        raise UserError(
+            f"--model {model.identity['name']}: expected a pipeline that makes images, got"
+            f" {type(model.pipe).__name__}, which makes a {type(result).__name__}; give another"
+            " model"
+        )
     images = np.asarray(result.images)  # [B, H, W, 3] in [0, 1]
     if not np.isfinite(images).all():
         raise MachineError(
@@ -89,3 +98,24 @@ def _arguments(
             f"--negative-prompt: {kind} ignores it without true_cfg_scale; leave it out"
         )
     return call
+
+
+def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:
+    """Return an image as PNG, with text chunks ``prompt`` and ``mame_sd`` (settings as JSON).
+
+    It doesn't depend on time, place or the rest of the batch.
+
+    Args:
+        image: the image.
+        job: its job.
+        described: settings of the run.
+    """
+    text = PngInfo()
+    text.add_itxt("prompt", job.prompt.text.replace("\0", "\u2400"))  # PNG text has no zero bytes
+    own = {"id": job.prompt.id, "repeat": job.repeat, "prompt": job.prompt.text, "seed": job.seed}
+    own["negative_prompt"] = job.negative_prompt
+    settings = {key: value for key, value in described.items() if key != "prompts"}
+    text.add_text("mame_sd", json.dumps({**settings, **own}, sort_keys=True))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", pnginfo=text)
+    return buffer.getvalue()

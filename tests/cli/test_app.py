@@ -78,6 +78,7 @@ generate x --width 64 | --height, --width: expected both or neither, got None an
 generate --prompts none.txt | none.txt: the prompt file can't be read (No such file or directory)
 generate x --model ./none | --model ./none: expected a folder
 generate x --model nobody/nothing | --model nobody/nothing: expected a folder, or a model | *
+generate x --single-file-config x | expected a .safetensors file as --model, got none; leave it out
 generate x --revision main | --revision: expected a hub id as --model, got none; leave it out
 compare '' --model ./none | expected a prompt, got an empty one
 compare x --out a.jpg | --out a.jpg: expected a file ending in .png, got .jpg; name a file

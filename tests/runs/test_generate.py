@@ -82,9 +82,11 @@ def test_a_run_leaves_images_samples_and_a_manifest_and_is_not_made_again(
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["settings"]["mame"]["keep"] == 0.5
     assert manifest["environment"]["threads"] == torch.get_num_threads()
-    assert (rows[2]["prompt"], rows[2]["seed"]) == (odd, 0)
     with Image.open(folder / "images" / "p00002_0.png") as image:
         image.load()
+        assert image.info["prompt"] == odd.replace("\0", "\u2400")
+        about = json.loads(image.info["mame_sd"])
+    assert (about["prompt"], about["seed"], about["mame"]["keep"]) == (odd, 0, 0.5)
     before, times = snapshot(folder), [p.stat().st_mtime_ns for p in (folder / "images").iterdir()]
     assert run(model, folder, settings, prompts=prompts).made == 0
     assert [p.stat().st_mtime_ns for p in (folder / "images").iterdir()] == times
@@ -207,18 +209,17 @@ def test_what_others_take_away_during_a_run_is_said_and_made_again(
 def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    settings = GenerateSettings(steps=1, width=64, height=64)
-    run(model, tmp_path / "expected", settings)
+    run(model, tmp_path / "expected")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # the manifest fits, an image does not
     try:
         with pytest.raises(
             MachineError, match=r"p00001_0\.png: could not be written \(File too large\)"
         ):
-            run(model, tmp_path / "run", settings)
+            run(model, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert run(model, tmp_path / "run", settings).made == 3
+    assert run(model, tmp_path / "run").made == 3
     assert snapshot(tmp_path / "run") == snapshot(tmp_path / "expected")
 
 

@@ -19,7 +19,7 @@ from diffusers import (
     TextToVideoSDPipeline,
     WanPipeline,
 )
-from diffusers.loaders import StableDiffusionLoraLoaderMixin, single_file_utils
+from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
@@ -179,21 +179,21 @@ def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
     assert model.pipe.unet.dtype == torch.bfloat16
 
 
-@pytest.fixture
-def _single_config(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
-    """Let diffusers find the configuration of single files in the tiny one."""
-    found = {"pretrained_model_name_or_path": str(model_folder)}
-    monkeypatch.setattr(single_file_utils, "fetch_diffusers_config", lambda shapes: found)
+def single(file: Path, config: Path | str | None = None, dtype: str = "auto") -> ModelChoice:
+    given = None if config is None else str(config)
+    return choice(file, single_file_config=given, offline=True, dtype=dtype)
 
 
-@pytest.mark.usefixtures("_single_config")
-def test_a_single_file_gives_the_pipeline_that_it_was_made_of(tmp_path: Path) -> None:
+def test_a_single_file_gives_the_pipeline_that_it_was_made_of(
+    model_folder: Path, tmp_path: Path
+) -> None:
     file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
-    model = load_model(choice(file))
+    model = load_model(single(file, model_folder))
     assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
-    assert load_model(choice(file, dtype="bfloat16")).pipe.unet.dtype == torch.bfloat16
-    found = [model.identity[key] for key in ("name", "pipeline", "sha256")]
-    assert found == ["model.safetensors", "StableDiffusionPipeline", digest_of(file)]
+    assert load_model(single(file, model_folder, "bfloat16")).pipe.unet.dtype == torch.bfloat16
+    found = [model.identity[key] for key in ("name", "pipeline", "sha256", "single_file_config")]
+    config = {"name": "tiny", "sha256": digest_of(model_folder)}
+    assert found == ["model.safetensors", "StableDiffusionPipeline", digest_of(file), config]
 
 
 FIRST = "model.diffusion_model.input_blocks.0.0.weight"
@@ -205,8 +205,8 @@ XL = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"
     [
         ({"x": (1,)}, "Diffusion 1, 2 or XL in its original layout, got another layout; give a"),
         ({FIRST: (4, 9, 3, 3)}, "got inpainting; give a diffusers folder"),
-        ({FIRST: (4, 4, 3, 3)}, "--model stable-diffusion-v1-5/.* can be reached"),
-        ({FIRST: (4, 4, 3, 3), XL: (4,)}, "--model stabilityai/stable-diffusion-xl"),
+        ({FIRST: (4, 4, 3, 3)}, "--single-file-config stable-diffusion-v1-5/.* can be reached"),
+        ({FIRST: (4, 4, 3, 3), XL: (4,)}, "--single-file-config stabilityai/stable-diffusion-xl"),
     ],
     ids=["other layout", "other kind", "hub, v1", "hub, xl"],
 )
@@ -220,7 +220,19 @@ def test_a_single_file_that_is_not_taken_or_needs_the_hub(
     file = tmp_path / "model.safetensors"
     save_file({name: torch.zeros(shape) for name, shape in weights.items()}, file)
     with pytest.raises(UserError, match=message):
-        load_model(choice(file, offline=True))
+        load_model(single(file))
+
+
+def test_a_configuration_that_does_not_fit_the_single_file(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"expected shape .*; check .* --single-file-config"):
+        load_model(single(file, "embedded-unet"))
+    folder = Path(shutil.copytree(model_folder, tmp_path / "config"))
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(UserError, match=r"--single-file-config .* expected the vocabulary of tok"):
+        load_model(single(file, folder))
 
 
 def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
