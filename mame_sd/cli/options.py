@@ -13,15 +13,42 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from importlib import metadata
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from mame_sd.cli.console import OUTPUT, Output
 
 _VersionOption = Annotated[
     bool, typer.Option("--version", help="Print the version and end.", metavar="")
 ]
+
+# What help texts show for a value of a type, where typer shows its name in Python.
+_METAVARS = {bool: "", int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+class _PlainHelp:
+    """Help texts without Python's types."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        found: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in found:
+            if parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None
+            elif parameter.metavar is None and getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
+class Command(_PlainHelp, TyperCommand):
+    """A command."""
+
+
+class Group(_PlainHelp, TyperGroup):
+    """A program of commands."""
 
 
 def program(name: str, about: str) -> typer.Typer:
@@ -39,6 +66,7 @@ def program(name: str, about: str) -> typer.Typer:
             raise typer.Exit(2)
 
     app = typer.Typer(
+        cls=Group,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
@@ -75,11 +103,12 @@ class FieldOptions:
                 continue
             default = None if given_only else defaults.get(f.name, f.default)
             hint = hints[f.name]
+            kinds = [one for one in (*get_args(hint), hint) if one is not NoneType]
             if hint == tuple[str, ...]:  # may be given repeatedly
                 hint, default = list[str], list(default or ())
             about: dict[str, Any] = {
                 "help": help.get(f.name, f.metadata["help"]),
-                "metavar": "" if hint is bool else f.metadata["metavar"],
+                "metavar": f.metadata["metavar"] or _METAVARS.get(kinds[0]),
                 "rich_help_panel": panel,
             }
             flags = f.metadata["flags"] or ("--" + f.name.replace("_", "-"),)
@@ -119,7 +148,7 @@ def command(
         with_options.__doc__ = function.__doc__
         with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name)(with_options)
+        app.command(name, cls=Command)(with_options)
         return function
 
     return decorate
