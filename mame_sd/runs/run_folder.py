@@ -122,9 +122,9 @@ class RunFolder:
 
     def close(self, complete: bool) -> None:
         """Release the folder, and remove temporary files if the run is complete."""
+        self._lock.release()  # first, because Windows removes no open file
         if complete:
             shutil.rmtree(self.work, ignore_errors=True)
-        self._lock.release()
 
     def _records(self) -> dict[str, Mapping[str, Any]]:
         """Return the latest record of each image; what is no record is dropped."""
