@@ -8,7 +8,7 @@ OUT ?= out/demo
 DEMO := "rocket on a light blue background" "panda on a yellow brick background"
 
 demo: $(INSTALLED)  ## set up, then compare unmerged images, merged ones and those of one step fewer
-	OMP_NUM_THREADS=1 $(BIN)/mame-sd compare $(DEMO) --model embedded-transformer --steps 4 --out $(OUT)/sheet.png
+	OMP_NUM_THREADS=1 $(BIN)/mame-sd compare $(DEMO) --model embedded-transformer --steps 4 --rounds 3 --out $(OUT)/sheet.png
 
 test: check  ## set up, lint, type-check and run every test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -87,6 +87,9 @@ def compare_command(
     out: Annotated[Path, typer.Option(help="Sheet to write, a .png file.", metavar="FILE")] = Path(
         "compare.png"
     ),
+    rounds: Annotated[
+        int, typer.Option(help="Make each image NUM times, for steadier seconds.", metavar="NUM")
+    ] = 1,
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
@@ -94,11 +97,13 @@ def compare_command(
 ) -> None:
     """Write one sheet: unmerged, merged and one step fewer, with seconds and differences."""
     config, chosen = merging.read() or MaMeConfig(), prompts.read()
+    if rounds < 1:
+        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
     check_sheet_path(out)
     model.check_place()
     from mame_sd.cli.compare import run_compare
 
-    run_compare(chosen, out, model, sampling, config)
+    run_compare(chosen, out, rounds, model, sampling, config)
 
 
 @command(app, "ui", model=SHOWN_MODEL, sampling=SHOWN_SAMPLING)

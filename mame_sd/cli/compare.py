@@ -81,6 +81,7 @@ class Panel:
 def run_compare(
     prompts: Sequence[Prompt],
     out: Path,
+    rounds: int,
     choice: ModelChoice,
     settings: GenerateSettings,
     merging: MaMeConfig,
@@ -90,6 +91,8 @@ def run_compare(
     Args:
         prompts: prompts, one for each row of the sheet.
         out: the sheet, a .png file.
+        rounds: number of times that each image is made. The sheet has those of the first round,
+            and the summary the speed of all.
         choice: the model.
         settings: how images are sampled.
         merging: how it merges.
@@ -98,15 +101,16 @@ def run_compare(
     ways = ways_of(merging, settings)
     rows = []
     with progress("images") as on_progress:
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate([*prompts] * rounds):
 
             def tell(done: int, each: int, number: int = number) -> None:
-                on_progress(number * each + done, len(prompts) * each)
+                on_progress(number * each + done, rounds * len(prompts) * each)
 
             rows.append(compare(model, prompt, settings, ways, tell, on_progress.step))
     texts = [prompt.text for prompt in prompts]
-    about = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
-    write_sheet(out, compare_sheet(texts, rows), {**about, "model": model.identity})
+    about: dict[str, Any] = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
+    sheet = compare_sheet(texts, rows[: len(prompts)], about["summary"])
+    write_sheet(out, sheet, {**about, "model": model.identity})
     said = f"{about['summary']}\n{out}"
     answer(said, {"sheet": str(out), **about}, "mame-sd generate --prompts demo --out out/demo")
 
@@ -168,8 +172,16 @@ def compare(
     return panels
 
 
-def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Image.Image:
-    """Draw the panels of each prompt in a row, each but the first with its difference map."""
+def compare_sheet(
+    prompts: Sequence[str], rows: Sequence[Sequence[Panel]], title: str
+) -> Image.Image:
+    """Draw the panels of each prompt in a row, each but the first with its difference map.
+
+    Args:
+        prompts: the prompts.
+        rows: the panels of each prompt.
+        title: line above all rows.
+    """
     side = PANEL_SIDE if len(rows) == 1 else SMALL_SIDE
     scale = f"darkest: {DIFFERENCE_SCALE} of 255 levels or more"
     drawn = []
@@ -182,7 +194,7 @@ def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Im
                 gap = enlarge(difference_map(first.image, panel.image), side)
                 cells.append(Cell(gap, ("difference from unmerged", scale)))
         drawn.append(cells)
-    return draw_sheet(drawn, summary_line(rows))
+    return draw_sheet(drawn, title)
 
 
 def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from diffusers.utils import logging
 
-from mame_sd.cli.console import OUTPUT, answer, doing, progress
+from mame_sd.cli.console import OUTPUT, answer, doing, note, progress
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.saved_setting import ENTRY
+from mame_sd.json_files import read_object
 from mame_sd.report import NAMES, counted
 from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
@@ -87,6 +89,12 @@ def load(choice: ModelChoice, process: Process | None = None) -> LoadedModel:
         model = load_model(choice, process.local_rank)
     if process.is_main and not OUTPUT.get().quiet:
         logging.set_verbosity_warning()
+    index = Path(model.pipe.config.get("_name_or_path") or "") / "model_index.json"
+    if process.is_main and index.is_file() and ENTRY in read_object(index, "a pipeline"):
+        note(
+            "StableDiffusionMaMePipeline saved its setting with this model, which commands don't"
+            " read: give options, or a file mame.json in the folder"
+        )
     return model
 
 

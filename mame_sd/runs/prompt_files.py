@@ -180,6 +180,11 @@ def _header(place: str, row: list[str]) -> list[str]:
         names = ["prompt" if name.lower() == "caption" else name for name in names]
     if "prompt" not in names:
         raise unexpected(place, "a column named prompt or caption", ", ".join(row), "rename one")
+    for name in names:
+        if name.lower() in ("width", "height"):
+            allowed = f"no column {name}, because all images of a run have one size"
+            advice = f"rename the column, and give --{name.lower()}"
+            raise unexpected(place, allowed, "one", advice)
     if twice := [name for name in names if names.count(name) > 1]:
         raise unexpected(place, "different column names", f"{twice[0]!r} twice", "rename one")
     return names

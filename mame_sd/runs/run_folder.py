@@ -53,6 +53,10 @@ class RunFolder:
         """
         if check_place(self.path, self.path) != self.path:
             return
+        for own in (self.images, self.work):
+            if own.is_symlink():
+                allowed, got = f"{own.name} to be a folder", f"a link to {os.readlink(own)!r}"
+                raise unexpected(f"--out {self.path}", allowed, got, "make --out a link instead")
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:

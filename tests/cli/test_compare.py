@@ -38,7 +38,7 @@ def test_panels_are_the_unmerged_one_and_then_each_way(model: LoadedModel) -> No
     first, nothing, fewer = (np.asarray(panels[index].image, int) for index in (0, 2, 4))
     assert abs(first - nothing).max() <= 1  # tau = 1 merges nothing: the same noise, the same image
     assert abs(first - fewer).max() > 1
-    sheet = compare_sheet(["a\x1b[31m [red] key"], [panels])
+    sheet = compare_sheet(["a\x1b[31m [red] key"], [panels], "title")
     assert sheet.width > 9 * 512, "each way but the first has a difference map"
     with pytest.warns(UserWarning, match=r"no layer merges.*fewer than 1,024 tokens"):
         unmerged = compare(model, KEY, TWO_STEPS, ways_of(MaMeConfig(), TWO_STEPS))
@@ -92,7 +92,7 @@ def test_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = f"--model {model_folder} --device cpu --steps 2 --min-tokens 16".split()
-    for given in (["--tau", "0.2"], []):
+    for given in (["--tau", "0.2"], ["--rounds", "2"]):
         assert cli.run(["compare", "key", "ant", *given, *options]) == 0
         said, sheet, following = capsys.readouterr().out.splitlines()
         assert "one step fewer: " in said

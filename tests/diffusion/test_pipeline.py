@@ -12,6 +12,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
+from mame_sd.cli import app as cli
 from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.pipelines import mame_pipeline, quiet
@@ -230,3 +231,12 @@ def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
         torch.testing.assert_close(generate(pipe, keep=None), plain, rtol=1e-4, atol=1e-4)
     assert pipe.mame is not None
     assert {layer.calls for layer in pipe.mame.report().layers} == {2}
+
+
+def test_commands_say_that_they_do_not_read_what_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mame_pipeline(tau=0.3, mame_config={"min_tokens": 16}).save_pretrained(tmp_path / "model")
+    words = ["generate", "key", "--steps", "1", "--device", "cpu", "--min-tokens", "16"]
+    assert cli.run([*words, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "a")]) == 0
+    assert "note: StableDiffusionMaMePipeline saved its setting" in capsys.readouterr().err

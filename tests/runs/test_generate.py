@@ -170,6 +170,14 @@ def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "thesis.tex"]
     if Path("/proc/self").exists():  # a folder that not even root can write to
         refused(Path("/proc/mame-sd"), "can't be")
+    for name in ("images", ".mame-sd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to(tmp_path / "elsewhere")
+        refused(tmp_path / name, f"expected {name} to be a folder, got a link to")
+    (tmp_path / "b" / ".mame-sd").mkdir(parents=True)
+    (tmp_path / "b" / ".mame-sd" / "lock").symlink_to(tmp_path / "elsewhere")
+    refused(tmp_path / "b", "can't be written")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @posix

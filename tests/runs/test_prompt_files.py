@@ -60,6 +60,7 @@ a.txt | k\0e\0y\0 | a.txt:1: expected UTF-8, got the byte 0x00
 a.csv | prompt\na\0b\n | a.csv:2: expected UTF-8, got the byte 0x00
 a.txt | \xff\xfek\0e\0y\0 | a.txt:1: expected UTF-8, got the byte 0xff
 a.csv | text,id\nkey,1\n | a.csv:1: expected a column named prompt or caption, got text, id
+a.csv | prompt,Width\nkey,64\n | a.csv:1: expected no column Width, because all images of a run have
 a.csv | prompt,x,x\nkey,1,2\n | a.csv:1: expected different column names, got 'x' twice
 a.csv | prompt,x\nkey,1\nkey\n | a.csv:3: expected 2 columns as in the header, got 1
 a.csv | prompt\n"key\n | a.csv:2: expected a table, but unexpected end of data
