@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
-from mame_sd.runs.files import open_own, read_regular, write_atomically, writing
+from mame_sd.runs.files import write_atomically, writing
 
 from .timing import turned
 
@@ -69,7 +68,7 @@ class Store:
         self._head, self._begun = {"format": form, "about": about}, False
         self.lines: Lines = {}
         with writing(path):
-            text = read_regular(path).decode("utf-8", "replace") if path.exists() else None
+            text = path.read_bytes().decode("utf-8", "replace") if path.exists() else None
         if text is None:
             return
         read: list[Any] = []
@@ -102,7 +101,7 @@ class Store:
             write_atomically(self._path, "".join(lines).encode())
             self._begun = True
             return
-        with writing(self._path), open_own(self._path, os.O_WRONLY | os.O_APPEND) as file:
+        with writing(self._path), open(self._path, "ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
 
     def refused(self, error: Exception) -> UserError:

@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of these pairs, as the `object_pairs_hook` of `json.loads`.
-
-    Raises:
-        ValueError: a name occurs twice.
-    """
+def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -36,14 +31,11 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         ValueError: the file can't be read or holds something else. The message names the file.
     """
     expected = f"{path}: expected a .json file of {what}"
-    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe might never end
-        kind = "folder" if path.is_dir() else "pipe or device"
-        raise ValueError(f"{expected}, got a {kind}; give a file")
     if path.suffix.lower() != ".json":
         raise ValueError(f"{expected}, got {path.suffix or 'no ending'}; rename or convert it")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        values = json.loads(text, object_pairs_hook=once_each)
+        values = json.loads(text, object_pairs_hook=_once_each)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"{expected}, but it can't be read ({reason}); check the path") from None

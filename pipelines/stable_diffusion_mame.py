@@ -48,11 +48,11 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     All three are saved in model_index.json, which names StableDiffusionPipeline as the class. So
     diffusers' own classes load a saved folder too, as a plain pipeline that doesn't merge. Load it
-    with this class, or with `mame-sd generate --model`. `from_pretrained(folder, tau=0.9)`
-    overrides what was saved, and `from_pretrained(folder, tau=None, keep=0.5)` changes from one to
-    the other. `from_pretrained`, `from_single_file` and `from_pipe` also take each field of
-    MaMeConfig by its name (`min_tokens=256`), which overrides `mame_config`. The other arguments
-    are those of StableDiffusionPipeline.
+    with this class to merge as saved. `from_pretrained(folder, tau=0.9)` overrides what was saved,
+    and `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other.
+    `from_pretrained`, `from_single_file` and `from_pipe` also take each field of MaMeConfig by its
+    name (`min_tokens=256`), which overrides `mame_config`. The other arguments are those of
+    StableDiffusionPipeline.
 
     Raises:
         ValueError: If a setting is unknown or out of range, or if both tau and keep are given.

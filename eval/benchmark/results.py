@@ -12,7 +12,7 @@ from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.json_files import json_text
-from mame_sd.runs.files import check_place, read_regular, write_atomically, writing
+from mame_sd.runs.files import check_place, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
 from ..results.read import parse
@@ -51,7 +51,7 @@ def read_results(out: Path) -> Results:
     """Read the results in `out`. Raise UserError if there are none."""
     path = out / NAME
     try:
-        values: Any = json.loads(read_regular(path).decode())
+        values: Any = json.loads(path.read_bytes().decode())
     except FileNotFoundError:
         raise UserError(
             f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,6 @@ class Benchmark:
         tools: what computes metrics.
         rounds: number of rounds of timing.
         stage: opens a step of that name and returns its progress callback.
-        on_note: called with notes for the user.
         prompt_file: name and digest of the prompt file, for the manifest.
         command: the command that makes it again, for the report.
         process: this process among several, which must have joined one another.
@@ -85,7 +84,6 @@ class Benchmark:
     tools: Tools
     rounds: int
     stage: Stage
-    on_note: Callable[[str], None] = lambda note: None
     prompt_file: dict[str, Any] | None = None
     command: str = ""
     process: Process = field(default_factory=Process)
@@ -192,7 +190,6 @@ class Benchmark:
                     self._run(row.name),
                     process=self.process,
                     on_progress=on_progress,
-                    on_note=self.on_note,
                 )
         except NotApplicable as error:
             line.reason = str(error)

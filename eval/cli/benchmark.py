@@ -111,7 +111,6 @@ def run_benchmark(
             tools=tools,
             stage=stages(process),
             rounds=options.rounds or suite.rounds,
-            on_note=note,
             prompt_file=prompt_file,
             command=command,
             process=process,

@@ -10,7 +10,7 @@ from mame_sd.cli.options import FieldOptions
 from mame_sd.errors import unexpected
 from mame_sd.runs.files import check_folder
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.model_files import ModelChoice, check_device
+from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 
 from ..benchmark.suites import README
@@ -120,7 +120,6 @@ class ScoringOptions(MetricOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_device(self.device)
         if self.fid_backend not in FID_BACKENDS:
             allowed = " or ".join(FID_BACKENDS)
             raise unexpected("--fid-backend", allowed, repr(self.fid_backend), "give one of these")

@@ -30,7 +30,7 @@ from mame_sd.cli.sheet import check_sheet_path
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place
-from mame_sd.runs.jobs import GenerateSettings, known_settings
+from mame_sd.runs.jobs import GenerateSettings, described_sampling
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.run_folder import RunFolder
 
@@ -50,7 +50,6 @@ SHOWN_SAMPLING = FieldOptions(
     ("seed", "negative_prompt", "batch_size", "images_per_prompt"),
     {"steps": 4},
 )
-SheetOption = Annotated[Path, typer.Option(help="Sheet to write, a .png file.", metavar="FILE")]
 
 
 @command(app, "generate", prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=MERGING)
@@ -70,7 +69,12 @@ def generate_command(
     Run again to continue; launch with accelerate to share the work.
     """
     config, chosen = merging.read(), prompts.read()
-    RunFolder(out).check(known_settings(chosen, sampling, model, config))
+    known = {**described_sampling(chosen, sampling), "model": model.identity()}
+    if config is None:
+        known["mame"] = None
+    elif config.given:  # otherwise the model's mame.json may decide
+        known["mame"] = config.to_dict(given_only=True)
+    RunFolder(out).check(known)
     model.check_place()
     from mame_sd.cli.generate import run_generate
 
@@ -80,7 +84,9 @@ def generate_command(
 @command(app, "compare", prompts=PROMPTS, model=MODEL, sampling=ONE_IMAGE, merging=MERGED)
 def compare_command(
     *,
-    out: SheetOption = Path("compare.png"),
+    out: Annotated[Path, typer.Option(help="Sheet to write, a .png file.", metavar="FILE")] = Path(
+        "compare.png"
+    ),
     rounds: Annotated[
         int, typer.Option(help="Make each image NUM times, for steadier seconds.", metavar="NUM")
     ] = 1,
@@ -147,25 +153,6 @@ def calibrate_command(
     from mame_sd.cli.calibrate import run_calibrate
 
     run_calibrate(speed, out, chosen, model, sampling, config)
-
-
-@command(app, "sheet")
-def sheet_command(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Run folders, such as a baseline and a merged one.",
-            metavar="RUN",
-            show_default=False,
-        ),
-    ],
-    out: SheetOption = Path("sheet.png"),
-    num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
-) -> None:
-    """Write one sheet that compares finished runs: the same images, one row for each run."""
-    from mame_sd.cli.sheet import run_sheet
-
-    run_sheet(folders, out, num)
 
 
 @command(app, "doctor", model=MODEL)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mame_sd.cli.console import answer, note, progress
-from mame_sd.cli.generate import load_to_merge
+from mame_sd.cli.generate import load
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import FORMS, Measurement, calibrated, measure
 from mame_sd.errors import UserError
@@ -58,7 +58,7 @@ def run_calibrate(
     if len(prompts) > MOST:
         note(f"calibrating on the first {MOST} of {len(prompts)} prompts")
     prompts = prompts[:MOST]
-    model, base = load_to_merge(choice, base, prompts)
+    model = load(choice)
     handle, file = Merging(base).install(model).handle, out / MEASURED
     about = {
         "model": model.identity,

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from mame_sd.cli.console import answer, progress
-from mame_sd.cli.generate import level_line, load_to_merge
+from mame_sd.cli.generate import level_line, load
 from mame_sd.cli.sheet import (
     DIFFERENCE_SCALE,
     PANEL_SIDE,
@@ -39,13 +39,7 @@ SMALL_SIDE = PANEL_SIDE // 2  # pixels of an image if several prompts are compar
 
 @dataclass(frozen=True)
 class Way:
-    """One way to make an image.
-
-    Attributes:
-        label: name in the sheet and the summary.
-        config: settings of merging; None merges nothing.
-        fewer: number of denoising steps less than asked for.
-    """
+    """One way to make an image: merged by `config`, and with `fewer` denoising steps."""
 
     label: str
     config: MaMeConfig | None = None
@@ -54,34 +48,26 @@ class Way:
 
 @dataclass(frozen=True)
 class Panel:
-    """A prompt's image in one way.
+    """A prompt's image in one way, and what merged (`levels`), as fields of LevelReport.
 
-    Attributes:
-        label: name of the way.
-        image: the image.
-        seconds: seconds of each round.
-        levels: what merged, as fields of LevelReport.
-        method: method that merged.
-        unit: unit of the seconds. On a CPU these are CPU seconds, which other programs hardly
-            change.
+    On a CPU its seconds are CPU seconds, which other programs hardly change.
     """
 
     label: str
     image: Image.Image
-    seconds: tuple[float, ...]
+    seconds: float
     levels: list[dict[str, Any]]
     method: str = "keys"
     unit: str = "s"
 
     @property
     def heading(self) -> str:
-        """Return the mean of its seconds, with their unit."""
-        return f"{fmean(self.seconds):.2f} {self.unit}"
+        """Return its seconds, with their unit."""
+        return f"{self.seconds:.2f} {self.unit}"
 
     def speed(self, baseline: Panel) -> float:
-        """Return how many times as fast it is, the median of the rounds' ratios."""
-        pairs = zip(baseline.seconds, self.seconds, strict=True)
-        return median(base / max(own, 1e-9) for base, own in pairs)
+        """Return how many times as fast it is."""
+        return baseline.seconds / max(self.seconds, 1e-9)
 
     def lines(self, baseline: Panel) -> tuple[str, ...]:
         """Return the lines of text below its heading."""
@@ -105,24 +91,26 @@ def run_compare(
     Args:
         prompts: prompts, one for each row of the sheet.
         out: the sheet, a .png file.
-        rounds: number of times that each image is made, for its seconds.
+        rounds: number of times that each image is made. The sheet has those of the first round,
+            and the summary the speed of all.
         choice: the model.
         settings: how images are sampled.
         merging: how it merges.
     """
-    model, merging = load_to_merge(choice, merging, prompts)
+    model = load(choice)
     ways = ways_of(merging, settings)
     rows = []
     with progress("images") as on_progress:
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate([*prompts] * rounds):
 
             def tell(done: int, each: int, number: int = number) -> None:
-                on_progress(number * each + done, len(prompts) * each)
+                on_progress(number * each + done, rounds * len(prompts) * each)
 
-            rows.append(compare(model, prompt, settings, ways, tell, on_progress.step, rounds))
+            rows.append(compare(model, prompt, settings, ways, tell, on_progress.step))
     texts = [prompt.text for prompt in prompts]
-    about = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
-    write_sheet(out, compare_sheet(texts, rows), {**about, "model": model.identity})
+    about: dict[str, Any] = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
+    sheet = compare_sheet(texts, rows[: len(prompts)], about["summary"])
+    write_sheet(out, sheet, {**about, "model": model.identity})
     said = f"{about['summary']}\n{out}"
     answer(said, {"sheet": str(out), **about}, "mame-sd generate --prompts demo --out out/demo")
 
@@ -140,13 +128,11 @@ def compare(
     ways: Sequence[Way],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_step: Callable[[int, int], None] | None = None,
-    rounds: int = 1,
 ) -> list[Panel]:
     """Make an image unmerged and in each of `ways`, from the same noise.
 
-    Each round makes each image once, every second round in the opposite order. Before the first
-    round, settings that the model refuses are found, and a one-step call keeps warm-up out of the
-    seconds.
+    Before the first image, settings that the model refuses are found, and a one-step call keeps
+    warm-up out of the seconds.
 
     Args:
         model: the model.
@@ -155,7 +141,6 @@ def compare(
         ways: ways other than the unmerged one.
         on_progress: called with the numbers of images done and in all.
         on_step: called with the numbers of steps done and in all of the current image.
-        rounds: number of rounds.
 
     Raises:
         UserError: nothing could merge in one of the ways, or the model refuses it.
@@ -164,35 +149,39 @@ def compare(
     on_cpu = model.identity["device"] == "cpu"
     clock, unit = (time.process_time, "CPU s") if on_cpu else (time.perf_counter, "s")
     every = [Way(UNMERGED), *ways]
-    seconds: dict[str, list[float]] = {way.label: [] for way in every}
-    panels: dict[str, Panel] = {}
-    done, total = 0, rounds * len(every)
-    on_progress(0, total)
+    panels: list[Panel] = []
+    on_progress(0, len(every))
     for way in ways:
         if way.config is not None:
             Merging(way.config).install(model).remove()
     sample(model, replace(settings, steps=1), [job])
-    for number in range(rounds):
-        for way in every[:: -1 if number % 2 else 1]:
-            installed = None if way.config is None else Merging(way.config).install(model)
-            own = replace(settings, steps=settings.steps - way.fewer)
-            try:
-                start = clock()
-                (image,) = sample(model, own, [job], on_step=on_step)
-                seconds[way.label].append(clock() - start)
-                levels = [] if installed is None else installed.levels()
-            finally:
-                if installed is not None:
-                    installed.remove()
-            method = "keys" if way.config is None else way.config.method
-            panels[way.label] = Panel(way.label, image, (), levels, method, unit)
-            done += 1
-            on_progress(done, total)
-    return [replace(panels[way.label], seconds=tuple(seconds[way.label])) for way in every]
+    for way in every:
+        installed = None if way.config is None else Merging(way.config).install(model)
+        own = replace(settings, steps=settings.steps - way.fewer)
+        try:
+            start = clock()
+            (image,) = sample(model, own, [job], on_step=on_step)
+            seconds = clock() - start
+            levels = [] if installed is None else installed.levels()
+        finally:
+            if installed is not None:
+                installed.remove()
+        method = "keys" if way.config is None else way.config.method
+        panels.append(Panel(way.label, image, seconds, levels, method, unit))
+        on_progress(len(panels), len(every))
+    return panels
 
 
-def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Image.Image:
-    """Draw the panels of each prompt in a row, each but the first with its difference map."""
+def compare_sheet(
+    prompts: Sequence[str], rows: Sequence[Sequence[Panel]], title: str
+) -> Image.Image:
+    """Draw the panels of each prompt in a row, each but the first with its difference map.
+
+    Args:
+        prompts: the prompts.
+        rows: the panels of each prompt.
+        title: line above all rows.
+    """
     side = PANEL_SIDE if len(rows) == 1 else SMALL_SIDE
     scale = f"darkest: {DIFFERENCE_SCALE} of 255 levels or more"
     drawn = []
@@ -205,15 +194,15 @@ def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Im
                 gap = enlarge(difference_map(first.image, panel.image), side)
                 cells.append(Cell(gap, ("difference from unmerged", scale)))
         drawn.append(cells)
-    return draw_sheet(drawn, summary_line(rows))
+    return draw_sheet(drawn, title)
 
 
 def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
     """Return mean seconds, median speed and mean dB over all prompts, by way."""
     found = {}
     for at, panel in enumerate(rows[0]):
-        seconds = [second for row in rows for second in row[at].seconds]
-        about: dict[str, Any] = {"seconds": round(fmean(seconds), 3), "unit": panel.unit}
+        seconds = fmean(row[at].seconds for row in rows)
+        about: dict[str, Any] = {"seconds": round(seconds, 3), "unit": panel.unit}
         if at:
             near = [min(psnr(row[0].image, row[at].image), LARGEST) for row in rows]
             speed = median(row[at].speed(row[0]) for row in rows)

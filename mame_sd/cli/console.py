@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from mame_sd.json_files import json_text
@@ -36,16 +36,13 @@ class Bar:
     A terminal shows a bar. Elsewhere plain lines come, the first after `FIRST_LINE` seconds.
     """
 
-    def __init__(self, bar: Any, unit: str) -> None:
-        self._bar, self._unit, self._done, self._total, self._before = bar, unit, 0, 0, 0
-        self._task = None if bar is None else bar.add_task(unit, total=None, step="")
-        self._start = time.monotonic()
-        self._next = self._start + FIRST_LINE
+    def __init__(self, bar: Any, unit: str, plain: bool) -> None:
+        self._bar, self._unit, self._plain, self._done, self._total = bar, unit, plain, 0, 0
+        self._task = bar.add_task(unit, total=None, step="")
+        self._next = time.monotonic() + FIRST_LINE
 
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` are finished."""
-        if total != self._total:  # images of an earlier call took no time in this one
-            self._before = done
         self._done, self._total = done, total
         self._show(done, "")
 
@@ -54,29 +51,15 @@ class Bar:
         self._show(self._done + step / steps, f"step {step} of {steps}")
 
     def _show(self, done: float, step: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=self._total, step=step)
-            return
+        self._bar.update(self._task, completed=done, total=self._total, step=step)
         now = time.monotonic()
-        if now < self._next or OUTPUT.get().quiet:
+        if not self._plain or now < self._next:
             return
-        passed, made, left = now - self._start, self._done - self._before, self._total - self._done
-        self._next = now + min(60.0, max(FIRST_LINE, passed / 10))
+        self._next = now + 6 * FIRST_LINE
         parts = [f"{self._unit}: {self._done} of {self._total}", *([step] if step else [])]
-        if left and made:
-            parts.append(f"about {_duration(left * passed / made)} left")
+        if left := self._bar.tasks[0].time_remaining:
+            parts.append(f"about {timedelta(seconds=left)} left")
         say(", ".join(parts))
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in the unit that suits it.
-
-    >>> [_duration(seconds) for seconds in (12.3, 600, 9000)]
-    ['12 s', '10 min', '2.5 h']
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -88,28 +71,16 @@ def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
     from rich import progress as rich
 
     console = _stderr(shown)
-    if shown and not console.is_terminal:
-        yield Bar(None, unit)
-        return
     texts = (rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[step]}"))
     columns = (rich.BarColumn(), rich.MofNCompleteColumn(), *texts, rich.TimeRemainingColumn())
-    with rich.Progress(*columns, console=console, transient=True) as bar:
-        yield Bar(bar, unit)
+    how = {"console": console, "transient": True, "disable": console.quiet}
+    with rich.Progress(*columns, **how, speed_estimate_period=1e6) as bar:
+        yield Bar(bar, unit, shown and not (console.is_terminal or OUTPUT.get().quiet))
 
 
-@contextmanager
-def doing(what: str, shown: bool = True) -> Iterator[None]:
-    """Print on stderr what is running, immediately on a terminal, else after `FIRST_LINE` s."""
-    console = _stderr(shown)
-    timer = threading.Timer(FIRST_LINE, say, [f"{what} ..."])
-    timer.daemon = True
-    if shown and not console.is_terminal and not OUTPUT.get().quiet:
-        timer.start()
-    try:
-        with console.status(f"{what} ..."):
-            yield
-    finally:
-        timer.cancel()
+def doing(what: str, shown: bool = True) -> Any:
+    """Return a context in which a terminal shows what is running."""
+    return _stderr(shown).status(f"{what} ...")
 
 
 def _stderr(shown: bool) -> Any:

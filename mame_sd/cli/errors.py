@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextvars
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from mame_sd.cli.console import say
@@ -40,21 +37,19 @@ def exit_status(command: Callable[[], object]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     if os.environ.get("COLUMNS") == "0":  # help would be empty
         del os.environ["COLUMNS"]
-    with _interrupts() as interrupts:
-        try:
-            # Context variables that the command sets end with it.
-            status = contextvars.copy_context().run(command)
-        except SystemExit as error:
-            status = error.code
-        except BaseException as error:
-            if os.environ.get("MAME_SD_TRACEBACK"):
-                traceback.print_exc()
-            # A library that was being imported may have made another error of Ctrl-C.
-            if interrupts or isinstance(error, KeyboardInterrupt):
-                status = INTERRUPTED
-            else:
-                status, message = describe(error)
-                say(f"error: {message}")
+    try:
+        # Context variables that the command sets end with it.
+        status = contextvars.copy_context().run(command)
+    except SystemExit as error:
+        status = error.code
+    except BaseException as error:
+        if os.environ.get("MAME_SD_TRACEBACK"):
+            traceback.print_exc()
+        if _interrupted(error):
+            status = INTERRUPTED
+        else:
+            status, message = describe(error)
+            say(f"error: {message}")
     if status == INTERRUPTED:
         say(STOPPED)
     return status if isinstance(status, int) else 0 if status is None else MACHINE
@@ -99,24 +94,11 @@ def _of_the_machine(error: BaseException) -> str:
     )
 
 
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Record the signals of Ctrl-C during a block, also if a library swallows the exception."""
-    came: list[int] = []
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-
-    def note(number: int, frame: Any) -> None:
-        came.append(number)
-        signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _interrupted(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C caused an error, also one that a library made of it at its import."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _usage_message(error: Any) -> str:

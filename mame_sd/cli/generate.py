@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli.console import answer, doing, note, progress
+from diffusers.utils import logging
+
+from mame_sd.cli.console import OUTPUT, answer, doing, note, progress
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.report import NAMES
-from mame_sd.errors import UserError
+from mame_sd.diffusion.saved_setting import ENTRY
+from mame_sd.json_files import read_object
 from mame_sd.report import counted
 from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
@@ -39,10 +40,8 @@ def run_generate(
         config: how it merges; None for the unmerged model.
     """
     process = this_process()
-    model, merging = load_to_merge(choice, config, prompts, process)
-    saved = model.saved_merging
-    off = config is None or (saved is not None and not saved.on and not config.given)
-    config = None if off else model.resolved(merging)
+    model = load(choice, process)
+    config = None if config is None else model.resolved(config)
     with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
             model,
@@ -53,7 +52,6 @@ def run_generate(
             process=process,
             on_progress=on_progress,
             on_step=on_progress.step,
-            on_note=note,
         )
     if not process.is_main:
         return
@@ -68,8 +66,7 @@ def run_generate(
             "no layer merged, which is the fastest way here by default; --min-tokens"
             f" {largest:.0f} merges the largest layers anyway"
         )
-    following = f"mame-sd sheet {shlex.quote(str(out))}"
-    answer("\n".join(lines), {"out": str(out), **asdict(summary)}, following)
+    answer("\n".join(lines), {"out": str(out), **asdict(summary)})
 
 
 def level_line(level: Mapping[str, Any], method: str) -> str:
@@ -86,65 +83,20 @@ def level_line(level: Mapping[str, Any], method: str) -> str:
     return f"{NAMES[kind]}level {level['level']}: {kept} {what}"
 
 
-def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
-    """Return the indices of the prompts that the longest text encoder reads only in part."""
-    tokenizers = [
-        # Kandinsky 5 has a processor that holds one, Kolors a tokenizer that wraps one.
-        part if hasattr(part, "model_max_length") else part.tokenizer
-        for name, part in pipe.components.items()
-        if name.startswith("tokenizer") and part is not None
-    ]
-    longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length, default=None)
-    if longest is None:
-        return []
-    own = inspect.signature(pipe.__call__).parameters.get("max_sequence_length")
-    most = longest.model_max_length
-    if own is not None and isinstance(own.default, int):
-        most = min(most, own.default)
-    ids = longest(list(texts), verbose=False)["input_ids"]
-    return [index for index, found in enumerate(ids) if len(found) > most]
-
-
-def load_to_merge(
-    choice: ModelChoice,
-    given: MaMeConfig | None,
-    prompts: Sequence[Prompt],
-    process: Process | None = None,
-) -> tuple[LoadedModel, MaMeConfig]:
-    """Load a model, and print a note on prompts that it reads only in part.
-
-    Args:
-        choice: the model.
-        given: settings of the command; None for the unmerged model.
-        prompts: the prompts.
-        process: this process. Only the main one prints.
-
-    Returns:
-        The model, and the settings: those saved with it, overridden by `given`.
-
-    Raises:
-        UserError: saved and given settings exclude each other.
-    """
-    process, config = process or Process(), given or MaMeConfig()
-    on_note = note if process.is_main else lambda text: None
+def load(choice: ModelChoice, process: Process | None = None) -> LoadedModel:
+    """Load a model. From then on diffusers says which words of a prompt the model doesn't read."""
+    process = process or Process()
     with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
         model = load_model(choice, process.local_rank)
-    if cut := cut_prompts(model.pipe, [prompt.text for prompt in prompts]):
-        on_note(
-            f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
-            f" longer than the model reads, which ignores the rest ({prompts[cut[0]].id} first)"
+    if process.is_main and not OUTPUT.get().quiet:
+        logging.set_verbosity_warning()
+    index = Path(model.pipe.config.get("_name_or_path") or "") / "model_index.json"
+    if process.is_main and index.is_file() and ENTRY in read_object(index, "a pipeline"):
+        note(
+            "StableDiffusionMaMePipeline saved its setting with this model, which commands don't"
+            " read: give options, or a file mame.json in the folder"
         )
-    saved = model.saved_merging
-    if saved is None or given is None:
-        return model, config
-    on_note(
-        f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline"
-        " override it"
-    )
-    try:
-        return model, saved.config.replace(**given.given)
-    except ValueError as error:
-        raise UserError(f"merging: {error} (the model was saved with {saved})") from None
+    return model
 
 
 def _outcome(summary: Summary, out: Path) -> str:

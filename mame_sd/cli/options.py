@@ -12,37 +12,34 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mame_sd.cli.console import OUTPUT, Output
 
-# What help texts show for a value of a type, where typer shows `<bool>` and `list[Path]`.
-METAVARS = {bool: "", int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+_VersionOption = Annotated[
+    bool, typer.Option("--version", help="Print the version and end.", metavar="")
+]
+
+# What help texts show for a value of a type, where typer shows its name in Python.
+_METAVARS = {bool: "", int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 class _PlainHelp:
-    """Help without Python types next to arguments and flags, and errors that name the command."""
-
-    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        try:
-            return super().parse_args(context, arguments)  # type: ignore[misc]
-        except Exception as error:  # an option without its value has no context
-            if getattr(error, "ctx", context) is None:
-                error.ctx = context  # type: ignore[attr-defined]
-            raise
+    """Help texts without Python's types."""
 
     def get_params(self, context: Any) -> list[Any]:
         found: list[Any] = super().get_params(context)  # type: ignore[misc]
         for parameter in found:
-            if parameter.metavar is None and getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
             if parameter.param_type_name == "argument":
                 parameter.display_type_rich = lambda ctx: None
+            elif parameter.metavar is None and getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
         return found
 
 
@@ -60,23 +57,10 @@ def program(name: str, about: str) -> typer.Typer:
     `name` is that of the console script, and `about` the help text.
     """
 
-    def print_version(wanted: bool) -> None:
-        if wanted:
-            from importlib.metadata import version
-
-            print(f"{name} {version('mame-sd')}")
+    def no_command(context: typer.Context, version: _VersionOption = False) -> None:
+        if version:
+            print(f"{name} {metadata.version('mame-sd')}")
             raise typer.Exit
-
-    version_option: Any = typer.Option(
-        False,
-        "--version",
-        help="Print the version and end.",
-        metavar="",
-        callback=print_version,
-        is_eager=True,
-    )
-
-    def no_command(context: typer.Context, version: bool = version_option) -> None:
         if context.invoked_subcommand is None:
             print(context.get_help(), end="")
             raise typer.Exit(2)
@@ -118,14 +102,13 @@ class FieldOptions:
             if "flags" not in f.metadata or f.name in without:
                 continue
             default = None if given_only else defaults.get(f.name, f.default)
-            hint, metavar = hints[f.name], f.metadata["metavar"]
-            if get_origin(hint) in (Union, UnionType):
-                (hint,) = (member for member in get_args(hint) if member is not NoneType)
+            hint = hints[f.name]
+            kinds = [one for one in (*get_args(hint), hint) if one is not NoneType]
             if hint == tuple[str, ...]:  # may be given repeatedly
                 hint, default = list[str], list(default or ())
             about: dict[str, Any] = {
                 "help": help.get(f.name, f.metadata["help"]),
-                "metavar": METAVARS.get(hint) if metavar is None else metavar,
+                "metavar": f.metadata["metavar"] or _METAVARS.get(kinds[0]),
                 "rich_help_panel": panel,
             }
             flags = f.metadata["flags"] or ("--" + f.name.replace("_", "-"),)
@@ -137,11 +120,12 @@ class FieldOptions:
             )
             self.parameters.append(parameter)
 
-    def build(self, values: Mapping[str, Any]) -> Any:
-        """Return the command's argument made of the options' values by field name."""
+    def build(self, values: dict[str, Any]) -> Any:
+        """Take the values of these options out of `values`, and return the command's argument."""
+        given = {p.name: values.pop(p.name) for p in self.parameters}
         if self._given_only:
-            return {name: value for name, value in values.items() if value is not None}
-        tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+            return {name: value for name, value in given.items() if value is not None}
+        tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         return self._kind(**tuples)
 
 
@@ -153,22 +137,14 @@ def command(
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(function, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.name not in groups]
-        prefixed = {
-            (group, p.name): p.replace(name=f"{group}_{p.name}")
-            for group, options in every.items()
-            for p in options.parameters
-        }
+        parameters = [p for p in signature.parameters.values() if p.name not in groups]
+        parameters += [p for options in every.values() for p in options.parameters]
 
         def with_options(**values: Any) -> None:
-            given: dict[str, dict[str, Any]] = {group: {} for group in every}
-            for (group, field), p in prefixed.items():
-                given[group][field] = values.pop(p.name)
-            built = {group: options.build(given[group]) for group, options in every.items()}
+            built = {group: options.build(values) for group, options in every.items()}
             OUTPUT.set(built.pop("output"))
             function(**values, **built)
 
-        parameters = [*own, *prefixed.values()]
         with_options.__doc__ = function.__doc__
         with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -8,8 +8,6 @@ ignores. That file names StableDiffusionPipeline, so that diffusers alone can lo
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -47,23 +45,6 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     return config
 
 
-@dataclass(frozen=True)
-class SavedMerging:
-    """Merging as saved with a pipeline.
-
-    Attributes:
-        config: the settings. If merging is off, those that apply once it is turned on.
-        on: True if merging is on.
-    """
-
-    config: MaMeConfig
-    on: bool
-
-    def __str__(self) -> str:
-        given = ", ".join(f"{name} {value}" for name, value in self.config.given.items())
-        return (given or "the default") if self.on else "off"
-
-
 def resolve_setting(
     tau: float | str | None, keep: float | None, fields: dict[str, Any] | None
 ) -> MaMeConfig | None:
@@ -90,19 +71,3 @@ def resolve_setting(
         check_names(fields or {})
         return None
     return MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
-
-
-def read_saved_merging(folder: Path) -> SavedMerging | None:
-    """Return the merging saved in a pipeline's folder, or None if the pipeline is not ours.
-
-    Raises:
-        ValueError: the saved settings are wrong.
-    """
-    saved = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get(ENTRY)
-    if saved is None:
-        return None
-    fields = saved.get("mame_config") or {}
-    config = resolve_setting(saved.get("tau", DEFAULT), saved.get("keep"), fields)
-    return SavedMerging(
-        MaMeConfig.from_dict(fields) if config is None else config, config is not None
-    )

@@ -10,9 +10,7 @@ from mame_sd.errors import UserError
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device of a name, or raise UserError if this machine has no such device.
 
-    Args:
-        name: a device of PyTorch, or "auto" for the fastest.
-        local_rank: number of the CUDA device that "auto" and "cuda" mean.
+    "auto" is the fastest one; "auto" and "cuda" mean the CUDA device of number `local_rank`.
     """
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     there = ["cpu", *cuda, *["mps"] * torch.backends.mps.is_available()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,46 +12,11 @@ from typing import BinaryIO
 
 from mame_sd.errors import MachineError, UserError, unexpected
 
-DEEPEST = 256  # new folders, one in another
 # Failures of the machine: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
     for name in ("NOSPC", "DQUOT", "FBIG", "IO", "NOMEM", "MFILE", "NFILE", "STALE", "BUSY")
 }
-# Neither wait for a pipe nor follow a link. Windows knows only the last flag.
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | _NO_WAIT
-
-
-def open_own(path: Path, flags: int) -> BinaryIO:
-    """Open a file of our own to write to, by flags of `os.open`, and create it if it is missing.
-
-    Raises:
-        OSError: a link, a pipe, a device or a folder is in its place.
-    """
-    file = os.fdopen(os.open(path, flags | os.O_CREAT | _NO_FOLLOW, 0o666), "wb")
-    try:
-        _check_regular(file, path)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def read_regular(path: Path) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        OSError: it can't be read, or is a pipe or a device, which might never end.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | _NO_WAIT), "rb") as file:
-        _check_regular(file, path)
-        return file.read()
-
-
-def _check_regular(file: BinaryIO, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        raise OSError(errno.EINVAL, "expected a file, got a pipe or a device", str(path))
 
 
 @contextlib.contextmanager
@@ -87,38 +51,20 @@ def check_folder(flag: str, folder: Path | None) -> None:
         raise unexpected(f"{flag} {folder}", "a folder", got, "check the path")
 
 
-def nearest(path: Path) -> Path:
-    """Return `path` or the nearest folder above it that exists.
-
-    Raises:
-        OSError: it can't be reached or is too long.
-    """
-    while True:
-        try:
-            os.stat(path)
-            return path
-        except (FileNotFoundError, NotADirectoryError):
-            if path == path.parent:
-                raise
-            path = path.parent
-
-
 def check_place(folder: Path, out: Path) -> Path:
     """Return the nearest existing folder to `folder`.
 
     Raises:
         UserError: nothing could be written there. The message names `out`.
     """
+    place = folder
     with writing(out):
-        place = nearest(folder)
+        while not _exists(place):
+            place = place.parent
     if not place.is_dir():
         problem = f"expected a folder, got the file {place}"
     elif folder != place and folder.is_symlink():
         problem = "expected a folder, got a link to nothing"
-    elif len(folder.parts) - len(place.parts) > DEEPEST:  # pathlib creates folders recursively
-        raise UserError(
-            f"--out: expected at most {DEEPEST} new folders, one in another; choose a shorter path"
-        )
     elif not os.access(place, os.W_OK | os.X_OK):
         problem = f"expected a folder that can be written, but {place} can't be"
     else:
@@ -126,15 +72,21 @@ def check_place(folder: Path, out: Path) -> Path:
     raise UserError(f"--out {out}: {problem}; choose another")
 
 
+def _exists(path: Path) -> bool:
+    """Return whether a path exists; a name that is too long is an OSError."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """Return a context with a file to write to, which replaces `path` when the block ends well.
 
-    Folders above `path` are created.
-
-    Args:
-        path: the file.
-        temporary: a path on the same file system. By default, a hidden file next to `path`.
+    Folders above `path` are created. `temporary`, a path on the same file system, is by default
+    a hidden file next to `path`.
 
     Raises:
         UserError, MachineError: see `writing`.
@@ -145,7 +97,7 @@ def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryI
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)  # of a run that was killed, or a foreign link
         try:
-            with open_own(temporary, os.O_WRONLY | os.O_EXCL) as file:
+            with open(temporary, "xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -32,14 +32,9 @@ from mame_sd.runs.sampling import sample, to_png
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended.
+    """How a run ended: numbers of images, and means over all of them.
 
-    Attributes:
-        images: number of images of the run.
-        made: number of images that this process made.
-        found: number of images that were there before.
-        seconds_per_image: mean over all images.
-        levels: mean tokens of each level over all images.
+    This process `made` some, and `found` were there before.
     """
 
     images: int
@@ -59,7 +54,6 @@ def generate(
     process: Process | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_step: Callable[[int, int], None] = lambda step, steps: None,
-    on_note: Callable[[str], None] = lambda note: None,
 ) -> Summary:
     """Make every image that a run folder lacks.
 
@@ -72,7 +66,6 @@ def generate(
         process: this process among several, which must have `joined` one another.
         on_progress: called with the numbers of images done and in all of this process.
         on_step: called with the numbers of steps done and in all, if the pipeline reports them.
-        on_note: called with notes for the user.
 
     Raises:
         UserError, MachineError: all images made before are kept, and the same call continues.
@@ -82,7 +75,7 @@ def generate(
         method = Merging(model.resolved(method))
     jobs = jobs_of(prompts, settings)
     known = {job.name: job.known for job in jobs}
-    folder = RunFolder(out, process.rank)
+    folder = RunFolder(out)
     # All that decides pixels. A folder must be continued with the settings it was begun with.
     described = {
         **described_sampling(prompts, settings),
@@ -97,11 +90,7 @@ def generate(
     complete = False
     try:
         if process.is_main:
-            for difference in folder.prepare(about):
-                on_note(
-                    "the folder was begun in another environment, so pixels may differ a little"
-                    f" ({difference})"
-                )
+            folder.prepare(about)
             folder.collect(known)
         process.wait()
         done = folder.finished(known)

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.config import MaMeConfig
 from mame_sd.errors import unexpected
-from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, check_unique, prompts_digest
 
@@ -133,28 +131,6 @@ def described_sampling(prompts: Sequence[Prompt], settings: GenerateSettings) ->
     if settings.guidance is None:
         del values["guidance"]
     return {**values, "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)}}
-
-
-def known_settings(
-    prompts: Sequence[Prompt],
-    settings: GenerateSettings,
-    choice: ModelChoice,
-    config: MaMeConfig | None,
-) -> dict[str, Any]:
-    """Return the settings of a run that are known without torch and without the model.
-
-    Args:
-        prompts: the prompts.
-        settings: how images are sampled.
-        choice: the model.
-        config: settings of merging, or None for the unmerged model.
-    """
-    known = {**described_sampling(prompts, settings), "model": choice.identity()}
-    if config is None:
-        known["mame"] = None
-    elif config.given:  # otherwise a setting saved with the model may turn merging off
-        known["mame"] = config.to_dict(given_only=True)
-    return known
 
 
 def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:

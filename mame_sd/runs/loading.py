@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
-from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging, resolved
+from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line, unexpected
 from mame_sd.report import NOTHING_MERGES
@@ -23,10 +24,10 @@ from mame_sd.runs.model_files import (
     ModelChoice,
     check_tokenizers,
     digest_of,
+    find_folder,
     find_model,
     read_lora,
 )
-from mame_sd.runs.single_file import load_single_file
 
 # Arguments of pipelines that need more than a prompt, or make video or audio.
 _OTHER_ARGUMENTS = (
@@ -34,6 +35,13 @@ _OTHER_ARGUMENTS = (
     *("video", "num_frames", "video_length", "num_videos_per_prompt"),
     *("audio_duration", "audio_duration_s", "audio_end_in_s", "num_waveforms_per_prompt"),
 )
+# Classes of the checkpoints in Stable Diffusion's original layout that diffusers tells apart.
+_SINGLE_FILE_CLASSES = {
+    "v1": "StableDiffusionPipeline",
+    "v2": "StableDiffusionPipeline",
+    "xl_base": "StableDiffusionXLPipeline",
+    "playground-v2-5": "StableDiffusionXLPipeline",
+}
 # Schedulers of LoRAs for few steps. They read any schedule of betas, which diffusers doesn't say.
 _FEW_STEP_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 
@@ -46,14 +54,11 @@ class LoadedModel:
         pipe: the pipeline on its device, without progress bars.
         identity: JSON values that distinguish this model from others.
         guidance: default guidance scale; None if the pipeline takes none.
-        saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the
-            plain pipeline.
     """
 
     pipe: Any
     identity: dict[str, Any]
     guidance: float | None
-    saved_merging: SavedMerging | None = None
 
     @property
     def arguments(self) -> frozenset[str]:
@@ -85,16 +90,16 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     _silence_libraries()
     source, name = find_model(choice), choice.name
     with _loading(name):
-        pipe = (load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
-        for weight, values in weights_of(pipe):
+        pipe = (_load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
+        parts = {n: part for n, part in pipe.components.items() if isinstance(part, nn.Module)}
+        for weight, values in nn.ModuleDict(parts).named_parameters():
             if values.is_meta:  # the file lacks it
                 raise UserError(
                     f"--model {name}: expected the tensor {weight}, found none; download it again"
                 )
-        saved = None if source.is_file() else read_saved_merging(source)
         if choice.scheduler is not None:
             _set_scheduler(pipe, choice.scheduler)
-        add_loras(pipe, choice.loras, choice.offline)
+        add_loras(pipe, choice)
         pipe.set_progress_bar_config(disable=True)
         pipe.to(device)
         digest = digest_of(source)
@@ -103,14 +108,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     _, guidance = guidance_of(pipe)
     if guidance is not None:
         guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
-    return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
-
-
-def weights_of(pipe: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return every weight of a pipeline with its name."""
-    for part, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module):
-            yield from component.named_parameters(prefix=part)
+    return LoadedModel(pipe=pipe, identity=identity, guidance=guidance)
 
 
 def guidance_of(pipe: Any) -> tuple[str, float | None]:
@@ -140,21 +138,14 @@ def known_identity(choice: ModelChoice) -> dict[str, Any]:
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    except (UserError, MachineError):
+    except (UserError, MachineError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise MachineError(
-            f"--model {name}: it does not fit into memory ({first_line(error)}); use --dtype"
-            " float16, or a smaller model"
-        ) from error
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds
         if isinstance(error, ImportError) or str(error).startswith("Failed to import"):
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
+            cause = str(error).strip().splitlines()[-1]
             raise MachineError(
-                f"--model {name}: a package that it needs does not load ({first_line(cause)});"
-                " install it with pip"
+                f"--model {name}: a package that it needs does not load ({cause}); install it with"
+                " pip"
             ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but"
@@ -189,8 +180,44 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     pipe = kind.from_pretrained(
         str(folder), variant=choice.variant, local_files_only=choice.offline, **given
     )
-    # Merging comes from `saved_merging` and the options.
-    return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)
+    return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)  # of a custom class
+
+
+def _load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
+    """Load a .safetensors checkpoint of Stable Diffusion 1, 2 or XL in its original layout.
+
+    It holds weights alone. Configurations, scheduler and tokenizers come from a pipeline of the
+    same architecture: --single-file-config, or the hub's pipeline that diffusers knows.
+    """
+    import diffusers
+    from diffusers.loaders.single_file_utils import (
+        fetch_diffusers_config,
+        infer_diffusers_model_type,
+    )
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        sizes = {key: file.get_slice(key).get_shape() for key in list(file.keys())}
+    shapes = {key: torch.empty(size, device="meta") for key, size in sizes.items()}
+    kind = "another layout"
+    if any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes):
+        kind = infer_diffusers_model_type(shapes)
+    if kind not in _SINGLE_FILE_CLASSES:
+        allowed = "a checkpoint of Stable Diffusion 1, 2 or XL in its original layout"
+        raise unexpected(f"--model {path}", allowed, kind, "give a diffusers folder instead")
+
+    def download(name: str) -> str:  # diffusers would ignore --offline
+        files = ["*.json", "*.txt", "*.model"]
+        return snapshot_download(name, local_files_only=choice.offline, allow_patterns=files)
+
+    config = choice.single_file_config
+    config = config or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    folder = find_folder(config, download, "--single-file-config")
+    check_tokenizers(folder, "--single-file-config")
+    return getattr(diffusers, _SINGLE_FILE_CLASSES[kind]).from_single_file(
+        str(path), config=str(folder), **dtype_argument(dtype)
+    )
 
 
 def _set_scheduler(pipe: Any, name: str) -> None:
@@ -209,23 +236,20 @@ def _set_scheduler(pipe: Any, name: str) -> None:
         raise unexpected("--scheduler", allowed, f"{name}{why}", advice) from None
 
 
-def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
-    """Load LoRAs as `read_lora` takes them into a pipeline, and switch all of them on.
-
-    If `offline`, the hub is never asked.
+def add_loras(pipe: Any, choice: ModelChoice) -> None:
+    """Load the chosen LoRAs into a pipeline, and switch all of them on.
 
     Raises:
         UserError: one is made for another model, or PEFT is missing.
     """
     scales = {}
-    for number, (source, scale) in enumerate(map(read_lora, loras)):
+    for number, (source, scale) in enumerate(map(read_lora, choice.loras)):
         path, scales[f"lora{number}"] = Path(source), scale
         where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}
         place = str(path.parent) if path.is_file() else source
         try:
-            pipe.load_lora_weights(
-                place, adapter_name=f"lora{number}", local_files_only=offline, **where
-            )
+            where |= {"adapter_name": f"lora{number}", "local_files_only": choice.offline}
+            pipe.load_lora_weights(place, **where)
             pipe.set_adapters(list(scales), list(scales.values()))
         except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
             peft = "PEFT" in str(error)

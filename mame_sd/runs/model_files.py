@@ -20,7 +20,6 @@ from mame_sd.runs.options import option
 EMBEDDED = "embedded-"  # prefix of the names of embedded models
 FEW_STEPS = "few-steps"  # the embedded LoRA, for the embedded transformer
 DTYPES = ("float32", "float16", "bfloat16")
-_DEVICE = re.compile(r"auto|(cpu|mps)(:0)?|cuda(:\d+)?")
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")  # owner/name, and no file
 
 
@@ -113,19 +112,11 @@ class ModelChoice:
         if self.dtype not in ("auto", *DTYPES):
             allowed = f"auto, {', '.join(DTYPES)}"
             raise unexpected("--dtype", allowed, repr(self.dtype), "give one of these")
-        check_device(self.device)
         if self.revision is not None and (self.embedded or os.path.exists(given)):
             raise unexpected("--revision", "a hub id as --model", given, "leave it out")
         if self.single_file_config is not None and Path(given).suffix != ".safetensors":
             allowed = "a .safetensors file as --model"
             raise unexpected("--single-file-config", allowed, given, "leave it out")
-
-
-def check_device(name: str) -> None:
-    """Raise UserError for a name that is no device's on any machine."""
-    if not _DEVICE.fullmatch(name):
-        allowed = "auto, cpu, cuda, cuda:N or mps"
-        raise unexpected("--device", allowed, repr(name), "give one of these")
 
 
 def read_lora(given: str) -> tuple[str, float]:

@@ -7,19 +7,21 @@ first one ``00001``. Lines end at ``\n`` (or ``\r\n``) alone; other control char
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
-import os
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError, unexpected
 from mame_sd.runs.files import shown
-from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, read_text
 
+KNOWN_COLUMNS = ("prompt", "id", "seed", "negative_prompt")  # in upper or lower case
+DELIMITERS = {".txt": "", ".csv": ",", ".tsv": "\t"}
 MAX_LENGTH = 100_000  # characters of a prompt
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
 _FORBIDDEN_IN_ID = set('/\\:*?"<>|')
@@ -58,15 +60,15 @@ def load_prompts(source: str | Path) -> list[Prompt]:
         UserError: the file is missing, empty, badly encoded or malformed.
     """
     path = demo_file() if str(source) == "demo" else Path(source)
-    if os.path.isdir(path):  # unlike Path.is_dir, False for names that are too long
-        raise unexpected(str(path), "a prompt file", "a folder", "give a file in it")
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        allowed = f"a prompt file ending in {', '.join(READERS)} (or 'demo')"
+    delimiter = DELIMITERS.get(path.suffix.lower())
+    if delimiter is None:
+        allowed = f"a prompt file ending in {', '.join(DELIMITERS)} (or 'demo')"
         raise unexpected(str(path), allowed, path.suffix or "no ending", "rename or convert it")
+    text = _read(path)
+    records = _rows(path, text, delimiter) if delimiter else _lines(text)
     prompts: list[Prompt] = []
     places: list[str] = []
-    for line, values in reader(path, read_text(path)):
+    for line, values in records:
         places.append(f"{path}:{line}: ")
         prompts.append(_prompt(places[-1], len(places), values))
     if not prompts:
@@ -118,6 +120,76 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()
 
 
+def _read(path: Path) -> str:
+    """Return the text of a file in UTF-8, with or without a byte order mark."""
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"{path}: the prompt file can't be read ({reason}); check the path and its permissions"
+        ) from None
+    try:
+        text, bad = data.decode("utf-8-sig"), data.find(b"\0")  # of UTF-16, or not text
+    except UnicodeDecodeError as error:
+        text, bad = "", error.start
+    if bad >= 0:
+        place = f"{path}:{data[:bad].count(10) + 1}"
+        raise unexpected(place, "UTF-8", f"the byte 0x{data[bad]:02x}", "save it as UTF-8")
+    return text
+
+
+def _lines(text: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Return each prompt of a text with the number of its line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        prompt = line.strip(" \t\r")
+        if prompt and not prompt.startswith("#"):
+            yield number, {"prompt": prompt}
+
+
+def _rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Return the cells of each row of a table, by column, with the number of its first line."""
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    line = 1
+    try:
+        for row in rows:
+            if not any(row):
+                pass
+            elif header is None:
+                header = _header(f"{path}:{line}", row)
+            elif len(row) != len(header):
+                allowed = f"{len(header)} columns as in the header"
+                advice = "quote a cell that holds the delimiter"
+                raise unexpected(f"{path}:{line}", allowed, len(row), advice)
+            else:  # an empty cell of a known column is not given
+                cells = zip(header, row, strict=True)
+                optional = KNOWN_COLUMNS[1:]
+                yield line, {name: cell for name, cell in cells if cell or name not in optional}
+            line = rows.line_num + 1
+    except csv.Error as error:
+        place = f"{path}:{max(rows.line_num, 1)}"
+        raise UserError(f"{place}: expected a table, but {error}; check its quotes") from None
+
+
+def _header(place: str, row: list[str]) -> list[str]:
+    """Return column names: known ones in lower case, and "prompt" for the prompt's column."""
+    names = [name.strip() for name in row]
+    names = [low if (low := name.lower()) in KNOWN_COLUMNS else name for name in names]
+    if "prompt" not in names:
+        names = ["prompt" if name.lower() == "caption" else name for name in names]
+    if "prompt" not in names:
+        raise unexpected(place, "a column named prompt or caption", ", ".join(row), "rename one")
+    for name in names:
+        if name.lower() in ("width", "height"):
+            allowed = f"no column {name}, because all images of a run have one size"
+            advice = f"rename the column, and give --{name.lower()}"
+            raise unexpected(place, allowed, "one", advice)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise unexpected(place, "different column names", f"{twice[0]!r} twice", "rename one")
+    return names
+
+
 def _prompt(place: str, number: int, values: dict[str, str]) -> Prompt:
     """Return the `number`-th prompt of a file, from its cells."""
     _check_text(place, values["prompt"])
@@ -125,18 +197,12 @@ def _prompt(place: str, number: int, values: dict[str, str]) -> Prompt:
     if seed is not None and not (seed.strip().isdecimal() and int(seed[:40]) < 2**63):
         allowed = "a whole number from 0 to 2^63 - 1"
         raise unexpected(f"{place}seed", allowed, repr(seed), "correct it")
-    for name in ("width", "height"):
-        if name in values:
-            raise UserError(
-                f"{place}{name}: expected none, because all images of a run have one size, got"
-                f" {values[name]!r}; rename the column, and give --{name}"
-            )
     return Prompt(
         id=_checked_id(place, values["id"]) if "id" in values else f"{number:05d}",
         text=values["prompt"],
         seed=None if seed is None else int(seed),
         negative_prompt=values.get("negative_prompt"),
-        extra={k: value for k, value in values.items() if k not in ("prompt", *KNOWN_COLUMNS)},
+        extra={k: value for k, value in values.items() if k not in KNOWN_COLUMNS},
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from unicodedata import normalize
 
 from mame_sd.errors import UserError, unexpected
-from mame_sd.runs.files import read_regular
 
 FORMAT = "mame-sd run 1"
 # Errors that reading a line raises if the line is no record.
@@ -20,17 +19,7 @@ RECORD_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowErr
 
 @dataclass(frozen=True)
 class Sample:
-    """One image of a run.
-
-    Attributes:
-        key: `<id>_<repeat>`.
-        prompt_id: id of the prompt.
-        prompt: text of the prompt.
-        seed: seed of the image.
-        negative_prompt: negative prompt, or None.
-        path: its file.
-        row: its whole record: seconds, levels, size, ...
-    """
+    """One image of a run, by its key `<id>_<repeat>`. Its `row` is the whole record."""
 
     key: str
     prompt_id: str
@@ -44,7 +33,7 @@ class Sample:
 def read_manifest(path: Path, advice: str) -> dict[str, Any]:
     """Return the manifest of a run, or raise UserError, which ends in `advice`."""
     try:
-        values = json.loads(read_regular(path).decode())
+        values = json.loads(path.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the manifest of a run, got: {error}; {advice}") from None
     known = isinstance(values, dict) and values.get("format") == FORMAT
@@ -92,7 +81,7 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     """
     path = folder / "samples.jsonl"
     try:
-        lines = read_regular(path).decode().split("\n")
+        lines = path.read_bytes().decode().split("\n")
     except (FileNotFoundError, NotADirectoryError):
         got = "one without samples.jsonl" if folder.is_dir() else "no such folder"
         raise unexpected(str(folder), "the folder of a run", got, advice) from None

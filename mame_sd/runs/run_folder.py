@@ -3,7 +3,7 @@
     images/<id>_<repeat>.png   each appears whole or not at all
     samples.jsonl              one object for each image: seconds, tokens kept, prompt, ...
     manifest.json              settings, model and versions; written first, never changed
-    .mame-sd/                  temporary files and records of new images; removed at the end
+    .mame-sd/                  temporary files and a record of each new image; removed at the end
 
 An image's record is written before the image, so a finished image always has one. The manifest and
 the images depend on the settings alone, so a run that was killed and continued ends with the same
@@ -13,19 +13,22 @@ bytes as an undisturbed one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from mame_sd.errors import UserError, unexpected
-from mame_sd.runs.files import check_place, open_own, read_regular, write_atomically, writing
+from mame_sd.runs.files import check_place, write_atomically, writing
 from mame_sd.runs.records import FORMAT, RECORD_ERRORS, read_manifest, sample_of
 
-_PNG_END = b"IEND\xaeB`\x82"
+_NO_LOCKS = (None, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
 
 
 class RunFolder:
@@ -33,17 +36,15 @@ class RunFolder:
 
     Args:
         path: the folder, which `prepare` creates.
-        rank: rank of this process, for files of its own.
     """
 
-    def __init__(self, path: Path, rank: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.images = path / "images"
         self.work = path / ".mame-sd"
         self.manifest = path / "manifest.json"
         self.samples = path / "samples.jsonl"
-        self._rank = rank
-        self._lock: BinaryIO | None = None
+        self._lock = FileLock(self.work / "lock", timeout=0)
 
     def check(self, settings: Mapping[str, Any] | None = None) -> None:
         """Raise UserError if the folder can't hold a run with these settings, as far as known.
@@ -52,30 +53,21 @@ class RunFolder:
         """
         if check_place(self.path, self.path) != self.path:
             return
-        where = f"--out {self.path}"
         for own in (self.images, self.work):
             if own.is_symlink():
-                raise unexpected(
-                    where,
-                    f"{own.name} to be a folder of its own",
-                    f"a link to {os.readlink(own)!r}",
-                    "put the folder itself there, or make --out a link",
-                )
+                allowed, got = f"{own.name} to be a folder", f"a link to {os.readlink(own)!r}"
+                raise unexpected(f"--out {self.path}", allowed, got, "make --out a link instead")
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
             allowed = "a new or empty folder, or one begun by this command"
             got = f"one with other things in it ({', '.join(map(repr, foreign[:3]))})"
-            raise unexpected(where, allowed, got, "choose another")
+            raise unexpected(f"--out {self.path}", allowed, got, "choose another")
         if foreign:
             self._begun_with(settings or {}, partly=True)
 
-    def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Create the folder or continue in it, and return differences of the environment.
-
-        Args:
-            manifest: "settings", which must agree with those the folder was begun with, and
-                "environment".
+    def prepare(self, manifest: Mapping[str, Any]) -> None:
+        """Create the folder with a manifest, or continue in it with the same settings.
 
         Raises:
             UserError: the folder is foreign, can't be written, has other settings, or is in use.
@@ -83,15 +75,21 @@ class RunFolder:
         self.check()
         with writing(self.path):
             self.work.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-        there = self._begun_with(manifest["settings"]) if self.manifest.exists() else None
-        if there is None:
+            try:
+                self._lock.acquire()
+            except Timeout:
+                raise UserError(
+                    f"--out {self.path}: another run is writing to this folder; wait for it, or"
+                    " choose another"
+                ) from None
+            except (OSError, NotImplementedError) as error:
+                if getattr(error, "errno", None) not in _NO_LOCKS:
+                    raise
+        if not (self.manifest.exists() and self._begun_with(manifest["settings"])):
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
-            there = manifest
         with writing(self.images):
             self.images.mkdir(exist_ok=True)
-        return differences(there.get("environment", {}), manifest.get("environment", {}))
 
     def finished(self, names: Iterable[str]) -> set[str]:
         """Return the names of images that are complete and match their records."""
@@ -106,108 +104,67 @@ class RunFolder:
             png: content of the file.
             record: what is known of the image.
         """
-        part = self.work / f"samples-{self._rank}.jsonl"
-        with writing(part), open_own(part, os.O_WRONLY | os.O_APPEND) as file:
-            row = {"name": name, **record, "sha256": hashlib.sha256(png).hexdigest()}
-            file.write(json.dumps(row, sort_keys=True).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        write_atomically(self.images / f"{name}.png", png, self.work / f"image-{self._rank}.tmp")
+        row = {"name": name, **record, "sha256": hashlib.sha256(png).hexdigest()}
+        text = json.dumps(row, sort_keys=True)
+        write_atomically(self.work / f"{name}.json", text.encode(), self.work / f"{name}.tmp")
+        write_atomically(self.images / f"{name}.png", png, self.work / f"{name}.tmp")
 
     def collect(self, known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Write samples.jsonl from all records so far, and return its rows.
 
-        Args:
-            known: the names of all images of the run, in order, with what is known of each before
-                it is made.
+        `known` has the names of all images of the run, with what is known of each beforehand.
         """
         records = self._records()
         done = self.finished(known)
-        for name in known.keys() - done:  # incomplete or foreign, and so made again
-            with writing(self.images):
-                (self.images / f"{name}.png").unlink(missing_ok=True)
-        rows = [
-            {**records.get(name, {}), "name": name, **fixed}
-            for name, fixed in known.items()
-            if name in done
-        ]
+        rows = [{**records[name], **fixed} for name, fixed in known.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
-        for part in self.work.glob("samples-*.jsonl"):
+        for part in self.work.glob("*.json"):
             with writing(part):
                 part.unlink()
         return rows
 
     def close(self, complete: bool) -> None:
         """Release the folder, and remove temporary files if the run is complete."""
+        self._lock.release()  # first, because Windows removes no open file
         if complete:
             shutil.rmtree(self.work, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
     def _records(self) -> dict[str, Mapping[str, Any]]:
-        """Return the latest record of each image; lines that a kill cut short are dropped."""
+        """Return the latest record of each image; what is no record is dropped."""
+        with writing(self.path):
+            lines = self.samples.read_bytes().split(b"\n") if self.samples.exists() else []
+            lines += [part.read_bytes() for part in self.work.glob("*.json")]
         found: dict[str, Mapping[str, Any]] = {}
-        parts = self.samples, *sorted(self.work.glob("samples-*.jsonl"))
-        for source in filter(os.path.exists, parts):
-            try:
-                lines = read_regular(source).split(b"\n")
-            except OSError as error:
-                raise UserError(
-                    f"{source}: can't be read ({error.strerror}); delete it and run the same"
-                    " command again"
-                ) from None
-            for line in lines:
-                with contextlib.suppress(*RECORD_ERRORS):
-                    sample = sample_of(self.path, line)
-                    found[sample.key] = sample.row
+        for line in lines:
+            with contextlib.suppress(*RECORD_ERRORS):
+                sample = sample_of(self.path, line)
+                found[sample.key] = sample.row
         return found
 
     def _is_whole(self, name: str, record: Mapping[str, Any]) -> bool:
-        """Return whether an image ends like a PNG and has the hash of its record, if any."""
+        """Return whether an image has a record, and the hash of that record, if any."""
         try:
-            data = read_regular(self.images / f"{name}.png")
+            digest = hashlib.sha256((self.images / f"{name}.png").read_bytes()).hexdigest()
         except OSError:
             return False
-        digest = hashlib.sha256(data).hexdigest()
-        return data.endswith(_PNG_END) and record.get("sha256", digest) == digest
+        return bool(record) and record.get("sha256", digest) == digest
 
-    def _take_lock(self) -> None:
-        """Keep a second run out until this process ends. Systems without `fcntl` have no lock."""
-        try:
-            import fcntl
-        except ImportError:
-            return
-        self._lock = open_own(self.work / "lock", os.O_WRONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close(complete=False)
-            raise UserError(
-                f"--out {self.path}: another run is writing to this folder; wait for it, or choose"
-                " another"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-
-    def _begun_with(
-        self, settings: Mapping[str, Any], partly: bool = False
-    ) -> Mapping[str, Any] | None:
-        """Return the folder's manifest, or None if it has no image yet and may be replaced.
+    def _begun_with(self, settings: Mapping[str, Any], partly: bool = False) -> bool:
+        """Return whether the folder has an image; without one its manifest may be replaced.
 
         Raises:
             UserError: there is no manifest, or there are images of other settings.
         """
         there = read_manifest(self.manifest, "choose another --out")
         if not any(self.images.glob("*.png")):
-            return None
+            return False
         if different := differences(there["settings"], settings, partly):
             raise UserError(
                 f"--out {self.path}: the folder was begun with other settings"
                 f" ({in_short(different)}); choose another folder, or give the same settings"
             )
-        return there
+        return True
 
 
 def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> list[str]:

@@ -7,8 +7,8 @@ the range of the values wherever exact attention is finite, and if those of a ma
 don't depend on hidden values; "refused" if one line of ours says so.
 broken: One argument has another shape, dtype, kind or range. It is held if this package raises
 ValueError or TypeError with one line.
-files: A pipe stands in the place of a file, folders are nested too deeply, or input is huge. It is
-"refused" if one line says so within a minute, and held if images are made.
+files: Folders are nested deeply, or input is huge. It is "refused" if one line says so within a
+minute, and held if images are made.
 """
 
 from __future__ import annotations
@@ -159,21 +159,9 @@ def hostile(draw: Draw) -> str:
     run, model = (Path(shutil.copytree(work / name, place / name)) for name in ("run", "model"))
     out, prompts, config = run, ["x"], place / "config.json"
     size = int(10 ** draw.uniform(1, 6.7))
-    kind = draw.choice(["pipe", "deep", "deep out", "line", "lines", "patterns", "images", "json"])
-    if kind == "pipe":
-        hidden = [run / ".mame-sd" / name for name in ("lock", "image-0.tmp", "samples-0.jsonl")]
-        inputs = [place / "prompts.txt", place / "prompts.csv", config]
-        there = [path for folder in (run, model) for path in folder.rglob("*") if path.is_file()]
-        pipe = draw.choice([*hidden, *inputs, *sorted(there)])
-        pipe.parent.mkdir(exist_ok=True)
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
-        prompts = ["--prompts", str(pipe)] if pipe.stem == "prompts" else prompts
-        kind = f"pipe {pipe.relative_to(place)}"
-    elif kind == "deep":
+    kind = draw.choice(["deep", "line", "lines", "patterns", "images", "json"])
+    if kind == "deep":
         deep(draw.choice([run, run / "images", model, model / "unet"]), draw.randint(1, 2000))
-    elif kind == "deep out":
-        out = place.joinpath(*["a"] * draw.randint(1, 3000))
     elif kind in ("line", "lines"):
         text = "x" * size if kind == "line" else "x\n" * size
         (place / "prompts.txt").write_text(text)

@@ -204,7 +204,6 @@ perception/merged_block.py: perception
 runs/run_folder.py: runs
     and record.get("sha256", digest) == digest => and digest
     if foreign and self.manifest.name not in foreign: => if False:
-    if own.is_symlink(): => if False:
 runs/jobs.py: runs
     [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
     if last and last[0].steered == job.steered and => if last and
@@ -220,7 +219,7 @@ runs/sampling.py: runs cli/test_app.py
     if settings.height is not None: => if False:
 cli/errors.py: cli
     return USAGE, str(error) => return MACHINE, str(error)
-    if interrupts or isinstance(error, KeyboardInterrupt): => if False:
+    if _interrupted(error): => if False:
 cli/groups.py: cli
     if others: => if False:
 """

@@ -1,13 +1,11 @@
-"""mame-sd doctor: what it says of this machine and of a model, sound or damaged."""
+"""mame-sd doctor: what it says of this machine and of a model."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mame_sd.cli import app as cli
@@ -21,7 +19,7 @@ def test_doctor_says_what_would_fail(
 ) -> None:
     assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 0
     out = capsys.readouterr().out
-    for name in ("torch", "device", "attention", "merging", "model"):
+    for name in ("torch", "device", "attention", "model"):
         assert any(line[6:].startswith(name) for line in out.splitlines()), name
     assert " flash, with a bias flash (off by " in out
     assert "layers merge from 1,024 tokens on by default" in out
@@ -29,8 +27,6 @@ def test_doctor_says_what_would_fail(
     out, err = capsys.readouterr()
     assert "fail  model" in out
     assert err.splitlines()[-1].startswith("error: --model nowhere: expected a folder")
-    assert cli.run(["doctor", "--device", "abacus", "--model", str(model_folder)]) == 2
-    assert "--device: expected auto" in error_of(capsys)
     assert cli.run(["doctor", "--device", "cuda:99", "--model", str(model_folder)]) == 2
     assert "--device cuda:99: expected auto or a device of this machine" in error_of(capsys)
 
@@ -44,17 +40,3 @@ def test_doctor_finds_a_kernel_that_ignores_the_bias(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without)
     with pytest.raises(MachineError, match="attention with a bias: expected the formula's output"):
         _attention(torch.device("cpu"))
-
-
-def test_doctor_reads_the_weights(
-    capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "damaged"
-    shutil.copytree(model_folder, folder)
-    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
-    values = load_file(weights)
-    values["conv_in.weight"][0, 0, 0, 0] = torch.nan
-    save_file(values, weights, {"format": "pt"})
-    assert cli.run(["doctor", "--device", "cpu", "--model", str(folder)]) == 2
-    assert "--model damaged: expected" in (line := error_of(capsys))
-    assert "unet.conv_in.weight" in line

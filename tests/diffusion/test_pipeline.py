@@ -1,4 +1,4 @@
-"""Test StableDiffusionMaMePipeline, its saved settings, and the command line with them."""
+"""Test StableDiffusionMaMePipeline and its saved settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.cli import app as cli
-from mame_sd.diffusion.saved_setting import read_saved_merging, resolve_setting
+from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.pipelines import mame_pipeline, quiet
 from tests.builders.single_file import save_single_file
@@ -233,53 +233,10 @@ def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
     assert {layer.calls for layer in pipe.mame.report().layers} == {2}
 
 
-def saved_with(folder: Path, **settings: Any) -> Path:
-    fields = {"min_tokens": 16, "seed": 3}
-    mame_pipeline(**settings, mame_config=fields).save_pretrained(folder)
-    return folder
-
-
-def run(out: Path, *options: str) -> Any:
-    """Return the settings that `generate` merged with, from the manifest, or None for none."""
-    words = ["generate", "key", "--steps", "1", "--device", "cpu", "--out", str(out)]
-    assert cli.run([*words, *options]) == 0
-    mame = json.loads((out / "manifest.json").read_text())["settings"]["mame"]
-    return None if mame is None else MaMeConfig.from_dict(mame)
-
-
-def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--model", str(saved_with(tmp_path / "model", tau=0.3))]
-    base = MaMeConfig(tau=0.3, min_tokens=16, seed=3)
-    assert run(tmp_path / "a", *model) == base
-    assert "note: merging as saved with the model (tau 0.3, " in capsys.readouterr().err
-    assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
-    assert run(tmp_path / "d", *model, "--baseline") is None
-    refused = ["--config", "fit_queries=8"]  # fit_queries needs keep
-    assert cli.run(["generate", "key", *model, *refused, "--out", str(tmp_path / "e")]) == 2
-    assert "the model was saved with tau 0.3" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_off_stays_off_until_an_option_asks_for_merging(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_commands_say_that_they_do_not_read_what_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = ["--model", str(saved_with(tmp_path / "model", tau=None))]
-    assert run(tmp_path / "a", *model) is None
-    assert run(tmp_path / "b", *model, "--config", "tile_size=8") == MaMeConfig(
-        keep=0.25, mlp_keep=0.125, tile_size=8, min_tokens=16, seed=3
-    )
-    words = ["--steps", "1", "--device", "cpu", "--out", "merge.png"]
-    assert cli.run(["compare", "key", *model, *words]) == 0  # which is about merging
-
-
-def test_only_our_pipeline_has_a_saved_setting(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert read_saved_merging(model_folder) is None
-    found = read_saved_merging(saved_with(tmp_path / "default", tau="default"))
-    assert found is not None
-    assert (found.on, found.config) == (True, MaMeConfig(min_tokens=16, seed=3))
-    index = tmp_path / "default" / "model_index.json"
-    index.write_text(index.read_text().replace('"tau": "default"', '"tau": 7'))
-    assert cli.run(["generate", "key", "--model", str(tmp_path / "default")]) == 2
-    assert "tau: expected a number from -1 to 1" in capsys.readouterr().err.splitlines()[-1]
+    mame_pipeline(tau=0.3, mame_config={"min_tokens": 16}).save_pretrained(tmp_path / "model")
+    words = ["generate", "key", "--steps", "1", "--device", "cpu", "--min-tokens", "16"]
+    assert cli.run([*words, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "a")]) == 0
+    assert "note: StableDiffusionMaMePipeline saved its setting" in capsys.readouterr().err

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderTiny, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
-from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.embedded import model as subjects
@@ -43,15 +42,6 @@ def test_files_name_no_folder_of_the_machine_that_made_them(name: str) -> None:
             assert name == "video" or {"script_sha256", "seed", "steps"} <= set(file.metadata())
             dtypes = {file.get_tensor(key).dtype for key in list(file.keys())[:20]}
             assert dtypes <= {torch.float16, torch.int64}
-
-
-def test_the_unets_folder_is_a_plain_pipeline() -> None:
-    pipe = StableDiffusionPipeline.from_pretrained(subjects.embedded_model_path())
-    parts = (pipe.unet, pipe.vae, pipe.text_encoder, pipe.tokenizer)
-    kinds = (UNet2DConditionModel, AutoencoderTiny, CLIPTextModel, CLIPTokenizer)
-    assert all(map(isinstance, parts, kinds))
-    assert pipe.unet.config.sample_size == 64
-    assert pipe.vae_scale_factor == 4
 
 
 def test_the_transformer_generates_and_merges() -> None:
@@ -128,7 +118,7 @@ def test_the_few_step_lora_loads_by_its_name_and_its_mlps_are_restored() -> None
     pipe = load_model(choice).pipe
     plain = embedded_pipeline("transformer").transformer
     with pytest.raises(UserError, match="expected a LoRA for StableDiffusionPipeline"):
-        add_loras(embedded_pipeline("unet"), choice.loras)
+        add_loras(embedded_pipeline("unet"), choice)
 
     def latents(transformer: torch.nn.Module) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,6 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKL,
     FluxControlPipeline,
     FluxPipeline,
     QwenImagePipeline,
@@ -40,6 +39,8 @@ from mame_sd.runs.sampling import _arguments, sample
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
+
+PROMPT, FAST = prompts_from_texts(["key"]), GenerateSettings(steps=1)
 
 
 def choice(folder: Path, *loras: str, **given: Any) -> ModelChoice:
@@ -95,16 +96,13 @@ def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) ->
     for loras, expected in scales.items():
         model = load_model(choice(model_folder, *loras))
         assert [lora["scale"] for lora in model.identity["loras"]] == expected
-        (job,) = jobs_of(prompts_from_texts(["key"]), GenerateSettings(steps=1))
-        (image,) = sample(model, GenerateSettings(steps=1), [job])
+        (image,) = sample(model, FAST, jobs_of(PROMPT, FAST))
         images.append(image.tobytes())
     assert len(set(images[:3])) == 3
     assert images[3] == images[1]
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
     with pytest.raises(UserError, match="expected a LoRA for StableDiffusionPipeline"):
         load_model(choice(model_folder, str(tmp_path / "bad.safetensors")))
-    with pytest.raises(UserError, match="expected a finite scale"):
-        load_model(choice(model_folder, f"{file}:nan"))
 
 
 def test_devices_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +125,6 @@ def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "inpaint" / "unet")  # no weights are read
     with pytest.raises(UserError, match="StableDiffusionInpaintPipeline, which takes image"):
         load_model(choice(tmp_path / "inpaint"))
-    AutoencoderKL.from_config(tiny_components()["vae"].config).save_pretrained(tmp_path / "vae")
-    with pytest.raises(UserError, match=r"got one without model_index\.json"):
-        load_model(choice(tmp_path / "vae"))
     kinds = TextToVideoSDPipeline, WanPipeline, StableAudioPipeline
     for kind in (*kinds, SanaVideoPipeline, FluxControlPipeline):
         with pytest.raises(UserError, match=f"expected a text-to-image .*, got {kind.__name__}, w"):
@@ -163,7 +158,7 @@ def test_guidance_is_the_argument_that_steers_away_from_a_negative_prompt() -> N
         pipe = kind.__new__(kind)  # its arguments alone decide
         settings = GenerateSettings(negative_prompt=negative, guidance=guidance)
         model = LoadedModel(pipe=pipe, identity={}, guidance=guidance_of(pipe)[1])
-        return _arguments(model, settings, jobs_of(prompts_from_texts(["key"]), settings))
+        return _arguments(model, settings, jobs_of(PROMPT, settings))
 
     assert call(QwenImagePipeline, None, None)["true_cfg_scale"] == 4.0
     qwen, flux = call(QwenImagePipeline, "red", 7.0), call(FluxPipeline, None, 7.0)
@@ -246,8 +241,6 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     save_tiny_pipeline(tmp_path / "embedded-unet")  # a folder of that name goes before
     model = load_model(ModelChoice(model="embedded-unet", device="cpu"))
     assert (model.identity["name"], model.guidance) == ("embedded-unet", 7.5)
-    with pytest.raises(UserError, match="unicorn: expected the name of an embedded model"):
-        find_model(ModelChoice(model="embedded-unicorn"))
     monkeypatch.setattr(subjects, "models_folder", lambda: tmp_path / "embedded")
     save_tiny_pipeline(tmp_path / "embedded" / "tiny")
     (tmp_path / "embedded" / "clip").mkdir()
@@ -275,3 +268,10 @@ def test_what_a_damaged_folder_lacks_is_named(model_folder: Path, tmp_path: Path
     shutil.rmtree(folder / "tokenizer")
     with pytest.raises(UserError, match="the vocabulary of tokenizer, found no such folder"):
         load_model(choice(folder))
+
+
+def test_pixels_that_are_no_numbers_are_the_machines_fault(model_folder: Path) -> None:
+    model = load_model(choice(model_folder))
+    torch.nn.init.constant_(model.pipe.unet.conv_in.weight, torch.nan)
+    with pytest.raises(MachineError, match="expected finite numbers for pixels"):
+        sample(model, FAST, jobs_of(PROMPT, FAST))
