@@ -25,15 +25,7 @@ from mame_sd.eval.results import schema
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.rivals.copied import choose_copied
 from mame_sd.eval.rivals.method import Rival
-from mame_sd.eval.rivals.plans import (
-    mean_attention,
-    means,
-    random_cells,
-    random_keys,
-    second_frames,
-    strided,
-    todo,
-)
+from mame_sd.eval.rivals.plans import mean_attention, random_keys, second_frames, todo
 from mame_sd.eval.rivals.toma import ToMA, facilities
 from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
@@ -82,32 +74,12 @@ def test_todo_is_nearest_neighbour_downsampling(size: tuple[int, int]) -> None:
 
 
 @every_size
-@pytest.mark.parametrize("cell", [(1, 2), (4, 4)], ids=str)
-def test_strides_and_means_of_cells_equal_the_loops(
-    size: tuple[int, int], cell: tuple[int, int]
-) -> None:
-    x, grouped = tokens(size), cells(size, cell)
-    first = torch.stack([x[:, group[0]] for group in grouped], 1)
-    mean = torch.stack([x[:, group].mean(1) for group in grouped], 1)
-    for make, want in ((strided, first), (means, mean)):
-        plan = make(x, size, draw, cell)
-        torch.testing.assert_close(plan.merge(x), want)
-        assert plan.merge(x).is_contiguous(), "as fused attention wants it"
-        assert (plan.tokens_in, plan.tokens_kept) == (x.shape[1], len(grouped))
-
-
-@every_size
-def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int]) -> None:
-    x, grouped = tokens(size), cells(size, (2, 2))
-    for make, how, count in (
-        (random_keys, 0.25, round(0.25 * x.shape[1]) or 1),
-        (random_cells, (2, 2), len(grouped)),
-    ):
-        drawn = [make(x, size, draw, how).kept.tolist() for _ in range(200)]
-        assert all(len(set(kept)) == len(kept) == count for kept in drawn)
-        assert {p for kept in drawn for p in kept} == set(range(x.shape[1])), "each one's turn"
-        for kept in drawn if make is random_cells else ():
-            assert all(p in group for p, group in zip(kept, grouped, strict=True))
+def test_random_keys_are_a_share_of_all(size: tuple[int, int]) -> None:
+    x = tokens(size)
+    drawn = [random_keys(x, size, draw, 0.25).kept.tolist() for _ in range(200)]
+    count = round(0.25 * x.shape[1]) or 1
+    assert all(len(set(kept)) == len(kept) == count for kept in drawn)
+    assert {p for kept in drawn for p in kept} == set(range(x.shape[1])), "each one's turn"
 
 
 def test_facility_location_takes_what_adds_most_in_turn() -> None:
@@ -153,7 +125,7 @@ def test_toma_is_refused_where_attention_gets_positions() -> None:
 def test_mean_attention_and_keys_alone_in_a_layer() -> None:
     attn, x = attention(), tokens((8, 8))
     everyone = Rival("mean attention", mean_attention, merge="qkv", min_tokens=16)
-    keys = Rival("strided", strided, {"cell": (2, 2)}, min_tokens=16)
+    keys = Rival("todo", todo, {"factor": 2}, min_tokens=16)
     with torch.no_grad():
         plain = attn(x)
         with everyone.on(attn):
@@ -167,14 +139,9 @@ def test_mean_attention_and_keys_alone_in_a_layer() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        *(
-            m
-            for m in (row_named(name).method for name in NAMED)
-            if isinstance(m, Rival) and not m.frames
-        ),
-        Rival("means", means, {"cell": (2, 2)}),
-        Rival("means, fitted", means, {"cell": (2, 2)}, fit_queries=128),
-        Rival("random keys, fitted", random_keys, {"share": 0.25}, fit_queries=128),
+        method
+        for method in (row_named(name).method for name in NAMED)
+        if isinstance(method, Rival) and not method.frames
     ],
     ids=lambda method: method.name,
 )
@@ -234,7 +201,7 @@ def test_every_second_frame_keeps_its_keys_in_videos_alone() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        Rival("cells", random_cells, {"cell": (2, 2)}, min_tokens=16),
+        Rival("random", random_keys, {"share": 0.25}, min_tokens=16),
         pytest.param(ToMeSD(0.5), marks=rivals),
     ],
     ids=["ours", "tomesd"],
