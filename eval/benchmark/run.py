@@ -32,7 +32,7 @@ from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import METRICS, Metric
-from ..results.schema import NOT_YET, Picture, Results, Value
+from ..results.schema import NOT_YET, MethodResult, Picture, Results, Value
 from ..runner import Stage
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
@@ -42,7 +42,7 @@ from ..scoring.tools import Tools
 from ..stats import paired_difference
 from .bench import alike_batches, bench
 from .gates import ceiling_gate, repeat_gates, sensitivity
-from .results import BUSY, TIMINGS, commit, resumed, write_results
+from .results import BUSY, TIMINGS, commit, write_results
 from .rows import BASELINE, FLOOR, ONE_FEWER, RIVAL, Row
 from .suites import Suite
 from .timings import summary, timing_gate
@@ -103,8 +103,7 @@ class Benchmark:
         Raises:
             UserError, MachineError: what was done before is kept; the same call continues.
         """
-        self.results = resumed(self._before(), self.out)
-        self._save()
+        self.results = self._before()
         for row in self.rows:
             self._generate(row)
         self.process.wait()  # the main process has written down what all have made
@@ -125,7 +124,16 @@ class Benchmark:
     def _before(self) -> Results:
         """Return the results before anything is measured."""
         rows = [
-            row.line(row.config, row.lacking or NOT_YET, f"runs/{row.name}") for row in self.rows
+            MethodResult(
+                name=row.name,
+                label=row.label,
+                family=row.family,
+                default=row.default,
+                config=row.config,
+                reason=row.lacking or NOT_YET,
+                run=f"runs/{row.name}",
+            )
+            for row in self.rows
         ]
         jobs, settings = jobs_of(self.prompts, self.settings), self.settings
         about = {} if self.reference is None else self.reference.about()

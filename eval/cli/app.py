@@ -27,6 +27,7 @@ from .. import PROGRAM
 from ..benchmark.suites import README, suite_named
 from ..caches.settings import CacheSettings
 from ..captions.settings import CaptionSettings
+from ..perception.settings import ClassifySettings
 from ..tables import named
 from .options import (
     CAPTIONER,
@@ -35,7 +36,6 @@ from .options import (
     SUITE_SAMPLING,
     WEIGHTS_HELP,
     BenchmarkOptions,
-    ClassifyOptions,
     ScoringOptions,
 )
 from .prompts import prompts_of_file
@@ -156,11 +156,10 @@ def benchmark_command(
         answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
-@command(app, "classify", options=FieldOptions(ClassifyOptions), model=ENCODER)
+@command(app, "classify", settings=FieldOptions(ClassifySettings), model=ENCODER)
 def classify_command(
     *,
-    context: typer.Context,
-    options: ClassifyOptions,
+    settings: ClassifySettings,
     model: ModelChoice,
 ) -> None:
     """Measure speed and accuracy of a merged vision transformer next to its rivals.
@@ -169,15 +168,16 @@ def classify_command(
     """
     from ..perception.rows import chosen_rows
 
-    chosen = chosen_rows(options.suite, options.rows)
-    from .benchmark import command_again
-    from .classify import run_classify
+    chosen = chosen_rows(settings.suite, settings.rows)
+    from mame_sd.runs.processes import this_process
 
-    place = options.out or Path("out") / f"classify-{options.suite}"
-    results = run_classify(options, chosen, place, model, command_again(context.obj))
-    from ..report import summary
+    from ..perception.run import run_classify, table
+    from .benchmark import stages
 
-    answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
+    if this_process().count > 1:
+        raise UserError("classify: expected one process, got several; start it alone")
+    found = run_classify(settings, chosen, model, stages(this_process()), note)
+    answer(table(found), found)
 
 
 @command(app, "caption", settings=FieldOptions(CaptionSettings), model=CAPTIONER)

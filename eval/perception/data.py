@@ -82,10 +82,10 @@ class ImageSet:
         count = len(self.files)
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def digest(self, files: Iterable[str] | None = None) -> str:
-        """Return the sha256 of names and sizes of some files, or of all."""
+    def digest(self, files: Iterable[str]) -> str:
+        """Return the sha256 of names and sizes of some files."""
         digest = hashlib.sha256()
-        for name in self.files if files is None else files:
+        for name in files:
             path = self.folder / name
             parts = frames_in(path) if path.is_dir() else [path]
             size = sum(part.stat().st_size for part in parts)
@@ -93,13 +93,12 @@ class ImageSet:
         return digest.hexdigest()
 
     def about(self) -> dict[str, Any]:
-        """Return JSON values that identify this set: names and sizes of its files."""
+        """Return JSON values that identify this set by the names of its files."""
         return {
             "name": shown(self.folder.resolve().name),
             "images": len(self.files),
             "classes": len(self.classes) if self.labels is not None else None,
             "files": hashlib.sha256("\0".join(self.files).encode()).hexdigest(),
-            "sha256": self.digest(),
         }
 
 

@@ -21,9 +21,8 @@ COLORS = {
         ("ink", "muted", "line", "paper", "baseline", "tomesd", "mame", "second", "third"), 1
     )
 }
-FAMILY_COLORS = {**COLORS, "tome": COLORS["tomesd"], "rival": COLORS["second"]}
-MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o", "tome": "s", "rival": "^"}
-WIDE, NARROW = 760, 330  # units of the drawing, about the pixels of a desktop column and of a phone
+FAMILY_COLORS = {**COLORS, "rival": COLORS["second"]}
+MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o", "rival": "^"}
 SIZE = 12  # of text, in the same units
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",

@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import matplotlib
-import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
 from ..results.schema import MethodResult, Results, Value
-from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
+from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, new_figure, to_svg
 from .numbers import number
 from .select import Focus
 
+WIDTH, HEIGHT = 760, 400  # units of the drawing, about pixels
 # Places of a name next to its point: offset, and which part of the name is there.
 PLACES = (
     (10, 0, "left", "center"),
@@ -87,23 +86,14 @@ def frontier(plotted: Sequence[Point], lower: bool) -> list[Point]:
     return kept[::-1]
 
 
-def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
-    """Draw the figure as SVG.
-
-    Args:
-        results: the results.
-        chosen: the metrics of speed and closeness.
-        width: units of the drawing.
-
-    Returns:
-        The figure, or None if fewer than two rows have both metrics.
-    """
+def plot(results: Results, chosen: Focus) -> Markup | None:
+    """Draw the figure as SVG; None if fewer than two rows have a speed and a closeness."""
     plotted = points(results, chosen)
     if len(plotted) < 2 or chosen.closeness is None:
         return None
     lower = chosen.closeness.better == "lower"
     with matplotlib.rc_context(STYLE):
-        figure = new_figure(width, 400 if width == WIDE else 330)
+        figure = new_figure(WIDTH, HEIGHT)
         axes = figure.subplots()
         best = frontier(plotted, lower)
         _draw(axes, plotted, best)
@@ -119,7 +109,7 @@ def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
             for p in plotted
         ]
         description = f"Speed against {chosen.closeness.label}: " + "; ".join(words)
-        return to_svg(figure, f"frontier-{width}", description)
+        return to_svg(figure, "frontier", description)
 
 
 def _draw(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
@@ -166,17 +156,12 @@ def _limits(values: Sequence[Value]) -> tuple[float, float]:
 def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
     """Write each row's name at the first of `PLACES` that is free, if any.
 
-    A place is free if the name covers no other name or point and lies within the plot. Places where
-    it covers no interval and no part of the band come first.
+    A place is free if the name covers no other name or point and lies within the plot.
     """
     inside = axes.get_window_extent()
     taken = [_around(axes, point) for point in plotted]
-    bars = [bar for point in plotted for bar in _bars(axes, point)]
-    for start, end in pairwise(axes.transData.transform(point.at) for point in best):
-        bars += [Bbox([at, at]).padded(4) for at in np.linspace(start, end, 40)]  # of the band
-    tries = [(place, covered) for covered in (False, True) for place in PLACES]
     for point in sorted(plotted, key=lambda p: (not p.row.default, p not in best)):
-        for (dx, dy, across, along), covered in tries:
+        for dx, dy, across, along in PLACES:
             text = axes.annotate(
                 point.row.label,
                 point.at,
@@ -190,21 +175,10 @@ def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
             )
             box = text.get_window_extent()
             within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0
-            if within and not any(box.overlaps(one) for one in taken + bars * (not covered)):
+            if within and not any(box.overlaps(one) for one in taken):
                 taken.append(box)
                 break
             text.remove()
-
-
-def _bars(axes: Axes, point: Point) -> list[Bbox]:
-    """Return what a point's two intervals cover, in units of the drawing."""
-    x, y = point.at
-    bars = []
-    for across, along in (((x, x), point.near.interval), (point.speed.interval, (y, y))):
-        if across is not None and along is not None:
-            ends = axes.transData.transform(list(zip(across, along, strict=True)))
-            bars.append(Bbox([ends.min(0), ends.max(0)]).padded(1))
-    return bars
 
 
 def _around(axes: Axes, point: Point) -> Bbox:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from ..results.schema import Column, MethodResult, Results, Value
 
 CASES = ("best", "median", "worst")
-PUBLISHED = {"tomesd": "ToMeSD", "tome": "ToMe"}
-# families of the rows that the headline's is compared with
-RIVALS = (*PUBLISHED, "rival")
+RIVALS = ("tomesd", "rival")  # families of the rows that the headline's is compared with
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Focus:
         rival: the row of others that is nearest to the baseline.
         fastest: the fastest row of others.
         speed: the metric of how many times as fast as the baseline a row is.
-        latency: the cost metric next to it, in seconds or per second.
+        latency: the cost metric next to it, in seconds.
         closeness: the fidelity metric that orders the images: LPIPS, or else the first measured
             one.
     """
@@ -82,8 +80,7 @@ def _latency(results: Results, baseline: MethodResult | None) -> Column | None:
     costs = {metric.name: metric for metric in results.block("cost")}
     if baseline is not None and baseline.values.get("latency", Value()).withheld:
         costs = {"cpu": costs["cpu"]} if baseline.value(costs.get("cpu")) else costs
-    names = ("latency", "cpu", "throughput")
-    return next((costs[name] for name in names if name in costs), None)
+    return costs.get("latency", costs.get("cpu"))
 
 
 def _closeness(results: Results) -> Column | None:

@@ -1,15 +1,13 @@
 """Define the schema of a benchmark's results.
 
-`benchmark` and `classify` fill it in, results.json holds it, and the report reads it.
-`Results.to_json` returns the content of results.json; `eval.results.read.parse` reads and checks
-it.
+`benchmark` fills it in, results.json holds it, and the report reads it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -22,8 +20,7 @@ _ALWAYS = ("mean", "low", "high", "n")  # fields of a value that are written eve
 
 Better = Literal["lower", "higher"]
 Block = Literal["cost", "fidelity", "quality"]
-Family = Literal["baseline", "tomesd", "mame", "tome", "rival", "floor"]
-Kind = Literal["generation", "classification"]
+Family = Literal["baseline", "tomesd", "mame", "rival", "floor"]
 
 
 def without_nulls(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -200,7 +197,6 @@ class Results:
         reference: name of the set that quality is measured against.
         reference_n: number of its images.
         notes: lines for the report.
-        kind: what was measured.
         sensitivity: whether the model and the prompts can distinguish methods.
     """
 
@@ -214,7 +210,6 @@ class Results:
     reference: str | None = None
     reference_n: int | None = None
     notes: list[str] = field(default_factory=list)
-    kind: Kind = "generation"
     sensitivity: str = ""
 
     def row(self, name: str) -> MethodResult:
@@ -224,8 +219,7 @@ class Results:
     @property
     def images(self) -> int:
         """Number of images of each row."""
-        about = self.manifest.get("images")
-        return int(about["images"]) if isinstance(about, Mapping) else len(self.pictures)
+        return len(self.pictures)
 
     @property
     def measured(self) -> list[MethodResult]:
@@ -257,6 +251,37 @@ class Results:
     def block(self, name: str) -> list[Column]:
         """Return the metrics of one block, in column order."""
         return [metric for metric in self.metrics if metric.block == name]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Results:
+        """Read the content of results.json.
+
+        Raises UserError if it lacks an entry, or has one of another kind.
+        """
+        columns = {one.name for one in fields(Column)}
+        try:
+            given = {key: value for key, value in content.items() if key != "format"}
+            given["metrics"] = [
+                Column(**{key: one[key] for key in one if key in columns})
+                for one in content["metrics"]
+            ]
+            given["rows"] = [
+                MethodResult(
+                    **{
+                        **row,
+                        "values": {name: Value(**value) for name, value in row["values"].items()},
+                    }
+                )
+                for row in content["rows"]
+            ]
+            given["pictures"] = [Picture(**one) for one in content["pictures"]]
+            given["gates"] = [Gate(**one) for one in content["gates"]]
+            return cls(**given)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(
+                f"results.json: expected the results of a benchmark, got {error!r:.120} as it was"
+                " read; delete it and run the benchmark again"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of results.json."""

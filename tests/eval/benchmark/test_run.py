@@ -119,8 +119,8 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     results.write_text(
         json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]})
     )
-    with pytest.raises(UserError, match=r"results\.json, .*: expected an entry, got None"):
-        benchmark(model, tmp_path / "out", **given).run()
+    with pytest.raises(UserError, match=r"results\.json: expected the results of a benchmark, got"):
+        check_out(tmp_path / "out")
     results.write_text(whole[:-100])
     with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
         check_out(tmp_path / "out")
