@@ -37,7 +37,7 @@ from ..runner import Stage
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
-from ..scoring.sets import withheld, withheld_by
+from ..scoring.sets import withheld
 from ..scoring.tools import Tools
 from ..stats import paired_difference
 from .bench import alike_batches, bench
@@ -213,7 +213,7 @@ class Benchmark:
         line = self.results.row(name)
         todo = []
         for metric in self.metrics:
-            if metric.needs == "time" or (name == BASELINE and metric.needs in ("pair", "sets")):
+            if metric.needs == "time" or (name == BASELINE and metric.needs == "pair"):
                 continue
             reason = self._withheld(metric, run)
             if reason is None:
@@ -222,7 +222,7 @@ class Benchmark:
                 line.values[metric.name] = Value(n=len(run.items), withheld=reason)
         pairs = pair(baseline, run)
         with self.stage(f"{line.label}: scores") as self.tools.on_progress:
-            scores = measured(baseline, run, pairs, self.reference, todo, self.tools)
+            scores = measured(run, pairs, self.reference, todo, self.tools)
         line.values |= {name: value for name, (value, _) in scores.items()}
         line.per_image |= {name: values for name, (_, values) in scores.items() if values}
         self._save()
@@ -233,11 +233,11 @@ class Benchmark:
         if reason is not None:
             return reason
         try:
-            network = self.tools.network(metric)
+            self.tools.network(metric)
         except (UserError, MachineError) as error:
             self._note(f"{metric.network}: {error}")
             return f"not measured: no weights of {metric.network}"
-        return withheld_by(metric, network, self.reference)
+        return None
 
     def _note(self, note: str) -> None:
         if note not in self.results.notes:

@@ -103,7 +103,7 @@ SUITES = {
             seed=42,
             height=768,
             width=768,
-            metrics=(*_PAPER, "clip_image", "fid_to_baseline", *_COST),
+            metrics=(*_PAPER, *_COST),
             rounds=5,
             rows=f"tomesd-25,mame-0.7,{USUAL}",
         ),

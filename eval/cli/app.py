@@ -256,17 +256,6 @@ def weights_command(
     answer("\n".join(weights_lines(found)), {"weights": [asdict(one) for one in found]})
 
 
-@command(app, "doctor", model=MODEL)
-def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
-    """Say what this machine can evaluate, in addition to what `mame-sd doctor` says."""
-    check_folder("--weights-dir", weights_dir)
-    from mame_sd.cli.doctor import examine, print_checks
-
-    from .weights import weights_checks
-
-    print_checks([*examine(model), *weights_checks(weights_dir)])
-
-
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; report failures as one line on stderr."""
     return exit_status(lambda: invoke(arguments))

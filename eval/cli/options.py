@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +46,8 @@ class MetricOptions:
 
     reference: Path | None = option(
         None,
-        "Images to measure quality against: a folder, or an .npz of statistics.",
-        metavar="DIR|NPZ",
+        "Folder of images to measure quality against.",
+        metavar="DIR",
     )
     weights_dir: Path | None = option(None, WEIGHTS_HELP, metavar="DIR")
     clip: str | None = option(
@@ -59,9 +58,7 @@ class MetricOptions:
 
     def __post_init__(self) -> None:
         check_folder("--weights-dir", self.weights_dir)
-        # A file holds statistics.
-        if self.reference is not None and not os.path.isfile(self.reference):
-            check_folder("--reference", self.reference)
+        check_folder("--reference", self.reference)
 
 
 @dataclass(frozen=True, kw_only=True)

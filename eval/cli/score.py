@@ -65,7 +65,7 @@ def score_runs(
     for metric in metrics:
         if too_few(metric, b, against) is None:
             tools.network(metric)  # missing weights are found before anything is computed
-    values = measured(a, b, pairs, against, metrics, tools)
+    values = measured(b, pairs, against, metrics, tools)
     found = {name: _with_difference(name, *values[name], a, b, tools) for name in values}
     cut, prompts = cut_prompts(metrics, b, tools)
     if cut:

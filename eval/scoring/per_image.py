@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from mame_sd.errors import UserError
 
 from ..images import load_image, size_of, to_float
 from ..metric_list import Metric
-from ..metrics.clip import clip_image_cosine, clip_score
+from ..metrics.clip import clip_score
 from ..metrics.psnr import object_psnr, psnr
 from ..metrics.ssim import ssim
 from .runs import Pair, Run
@@ -86,6 +85,4 @@ def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
 
 def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor]:
     network: Any = tools.network(metric)
-    if metric.name == "clip_image":
-        return partial(clip_image_cosine, network)
     return PAIRWISE.get(metric.name, network)

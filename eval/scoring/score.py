@@ -18,7 +18,6 @@ from .tools import Tools
 
 
 def measured(
-    a: Run,
     b: Run,
     pairs: Sequence[Pair],
     reference: Reference | None,
@@ -28,9 +27,8 @@ def measured(
     """Compute metrics of run `b`.
 
     Args:
-        a: the baseline.
         b: the run.
-        pairs: their images in pairs.
+        pairs: its images next to the baseline's.
         reference: the set that quality is measured against, or None.
         metrics: the metrics.
         tools: what computes them.
@@ -47,7 +45,7 @@ def measured(
             values = paired.get(metric.name) or image_values(metric, b, tools)
             scores[metric.name] = mean_value(metric, values, prompts, tools), values
         else:
-            scores[metric.name] = set_value(metric, b, a, reference, tools), {}
+            scores[metric.name] = set_value(metric, b, reference, tools), {}
     return scores
 
 

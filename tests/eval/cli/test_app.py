@@ -76,21 +76,15 @@ def test_the_command_of_a_report_is_that_of_the_shell_without_out() -> None:
     assert command_again(given) == "mame-sd-eval benchmark --prompts 'a b' --num 2"
 
 
-def test_doctor_names_what_is_missing_or_wrong(
+def test_weights_are_listed_with_what_is_missing_or_wrong(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["doctor", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name in ("tomesd", "weights lpips-alex", "weights inception-fid", "weights clip-vit-b-32"):
-        assert any(name in line for line in lines)
-    missing = next(line for line in lines if "weights inception-fid" in line)
-    assert missing.startswith("note")
-    assert "sha256" in missing
     (here / "lpips-alex.safetensors").write_bytes(b"other bytes")
-    assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
-    assert "wrong hash" in capsys.readouterr().out
-    assert cli.run(["doctor", "--weights-dir", str(here), "--device", "cpu"]) == 2
-    assert "wrong hash" in capsys.readouterr().err.splitlines()[-1]
+    assert cli.run(["weights", "lpips-alex", "inception-fid", "--weights-dir", str(here)]) == 0
+    lpips, _, origin, inception, *_ = capsys.readouterr().out.splitlines()
+    assert lpips.startswith("wrong hash  lpips-alex")
+    assert inception.startswith("missing     inception-fid")
+    assert "sha256 0aa426dd" in origin
 
 
 def test_the_suites_are_documented_as_they_are() -> None:
@@ -122,7 +116,6 @@ caption --data none --references none
 cache --texts none
 report .
 weights --weights-dir none
-doctor --weights-dir none
 """
 
 
