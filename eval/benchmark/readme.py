@@ -23,7 +23,7 @@ from .suites import Suite
 FORMAT = "mame-sd readme 1"
 # In front of a table in a page: the file; then, if not all of it is shown, its cases and rows.
 MARKER = "<!-- table of {}{} -->"
-NEAR = ("psnr", "psnr_object", "lpips", "latency", "speedup", "cpu", "cpu_speedup")
+NEAR = ("psnr", "psnr_object", "lpips", "latency", "speedup", "cpu")
 # FID and the Inception score are measured if --weights-dir has Inception's weights.
 SETS = ("fid", "is", "fd_dinov2", "kid_dinov2", "clip_score")
 # The rows of a case: our settings, fewer steps, what does nothing clever, others' methods.
@@ -271,7 +271,7 @@ def _cell(values: Mapping[str, Any], brief: bool) -> str:
     ):  # fmt: skip
         if name in values:
             parts.append(f"{label} {values[name]['mean']:.{digits}f}")
-    speed = values.get("cpu_speedup")
+    speed = values.get("cpu_speedup", values.get("speedup"))  # the first of an earlier version
     if speed:
         low, high = speed["low"], speed["high"]
         between = "" if brief or low is None else f" ({low:.2f} to {high:.2f})"

@@ -16,8 +16,7 @@ from ..results.schema import FORMAT, Results
 from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
-BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start takes anew
-OWN = {"runs", TIMINGS, BUSY, "report.html"}
+OWN = {"runs", TIMINGS, "report.html"}
 
 
 def check_out(out: Path) -> None:

@@ -12,13 +12,10 @@ processes share the images; the main one does everything else.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
@@ -36,19 +33,18 @@ from ..results.schema import NOT_YET, MethodResult, Picture, Results, Value
 from ..runner import Stage
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
-from ..scoring.score import cut_prompts, measured
+from ..scoring.score import measured
 from ..scoring.sets import withheld
 from ..scoring.tools import Tools
 from ..stats import paired_difference
 from .bench import alike_batches, bench
-from .gates import ceiling_gate, repeat_gates, sensitivity
-from .results import BUSY, TIMINGS, commit, write_results
+from .gates import repeat_gates, sensitivity
+from .results import TIMINGS, commit, write_results
 from .rows import BASELINE, FLOOR, ONE_FEWER, RIVAL, Row
 from .suites import Suite
-from .timings import summary, timing_gate
+from .timings import summary
 
 GATE_BATCHES = 2
-CEILING = ("psnr", "lpips")
 
 
 @dataclass(kw_only=True)
@@ -115,7 +111,7 @@ class Benchmark:
                 self._score(name, run, runs[BASELINE])
             self._compare_rows(runs[BASELINE])
             if any(row.name == FLOOR for row in self.results.measured):
-                self.results.sensitivity = sensitivity(self.results.measured, FLOOR, RIVAL)
+                self.results.sensitivity = sensitivity(self.results.measured, FLOOR)
                 self._save()
             self._check(runs[BASELINE])
         self.process.wait()
@@ -264,23 +260,12 @@ class Benchmark:
 
     def _check(self, baseline: Run) -> None:
         """Run the sanity gates."""
-        others = [row for row in self.results.measured if row.name not in (BASELINE, FLOOR)]
-        known = [
-            metric
-            for metric in self.metrics
-            if metric.name in CEILING and others and all(row.value(metric) for row in others)
-        ]
-        with self.stage("sanity gates") as self.tools.on_progress:
+        with self.stage("sanity gates"):
             batches = cut_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)
-            self.results.gates += repeat_gates(
+            self.results.gates = repeat_gates(
                 self.model, self.settings, batches[:GATE_BATCHES], baseline, MaMeConfig()
             )
-            gate = ceiling_gate(baseline, known, [row.values for row in others], self.tools)
-            self.results.gates += [] if gate is None else [gate]
         self.results.manifest["networks"] = self.tools.about()
-        cut, prompts = cut_prompts(self.metrics, baseline, self.tools)
-        if cut:
-            self._note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens).")
         self._save()
 
     def _time(self) -> None:
@@ -292,14 +277,8 @@ class Benchmark:
             timings = bench(
                 self.model, self.settings, batches, rows, self.rounds, record, on_progress
             )
-        here = getattr(os, "sched_getaffinity", None)
-        cores = len(here(0)) if here else os.cpu_count() or 1
-        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
-        self.results.gates = [gate]
-        if not gate.passed:
-            record.replace(self.out / BUSY)
         for row in rows:
-            costs = summary(timings[row.name], timings[BASELINE], not gate.passed)
+            costs = summary(timings[row.name], timings[BASELINE])
             self.results.row(row.name).values.update(
                 {m.name: costs[m.name] for m in self.metrics if m.name in costs}
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from mame_sd.runs.run_folder import differences, in_short
 from ..images import size_of, turned_note
 from ..metric_list import METRICS, Metric
 from ..results.schema import Value
-from ..scoring.per_image import Values, image_values
 from ..scoring.reference import check_foreign, check_reference, open_reference
 from ..scoring.runs import Run, differing_settings, pair
-from ..scoring.score import cut_prompts, measured
+from ..scoring.score import measured
 from ..scoring.sets import too_few
 from ..scoring.tools import Tools
-from ..stats import paired_difference
 
 
 def score_runs(
@@ -66,10 +63,7 @@ def score_runs(
         if too_few(metric, b, against) is None:
             tools.network(metric)  # missing weights are found before anything is computed
     values = measured(b, pairs, against, metrics, tools)
-    found = {name: _with_difference(name, *values[name], a, b, tools) for name in values}
-    cut, prompts = cut_prompts(metrics, b, tools)
-    if cut:
-        on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
+    found = {name: value for name, (value, _) in values.items()}
     for name, value in found.items():
         withheld = value.withheld and f"withheld, {value.withheld}"
         for text in filter(None, (withheld, value.equal_note, value.remark)):
@@ -82,25 +76,11 @@ def score_runs(
             "differing_settings": different,
             "reference": None if against is None else against.about(),
             "networks": tools.about(),
-            "prompts_cut_for_clip": cut,
             "device": str(tools.device),
             "threads": torch.get_num_threads(),
             "versions": versions(),
         },
     }
-
-
-def _with_difference(name: str, value: Value, own: Values, a: Run, b: Run, tools: Tools) -> Value:
-    """Return `value` of `b`, with its difference from `a` if it is a mean over the images' values.
-
-    Prompts are those of `b`, because a plain folder of images has none.
-    """
-    if METRICS[name].needs != "image":
-        return value
-    items = {key: replace(b.items[key], path=item.path) for key, item in a.items.items()}
-    others = image_values(METRICS[name], replace(a, items=items), tools)
-    prompts = {key: item.prompt_id for key, item in items.items()}
-    return replace(value, difference=paired_difference(own, others, prompts))
 
 
 def scores_table(metrics: Mapping[str, Value]) -> str:

@@ -2,7 +2,7 @@
 
 Own code, because torchmetrics' CLIPScore (1.9) fails with transformers 5, and cuts long captions
 without their end token, so that all of them get similar scores. Here the tokenizer cuts them and
-keeps the end token, and `Clip.cut` returns the captions that are too long.
+keeps the end token.
 """
 
 from __future__ import annotations
@@ -77,12 +77,6 @@ class Clip:
         )
         with full_precision():
             return _unit(self.model.get_text_features(**inputs.to(self.device)))
-
-    def cut(self, prompts: Sequence[str]) -> list[str]:
-        """Return those of `prompts` (at least one) that are longer than CLIP reads."""
-        limit = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]
-        return [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]
 
 
 def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -70,7 +70,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "gradient": gradient(),
         "frontier": frontier.plot(results, chosen),
         "failed": results.failed,
-        "warnings": results.warnings,
+        "warning": results.warning,
         "manifest": _flat(results.manifest),
         "command": results.manifest.get("command", ""),
         "paper": PAPER,

@@ -170,16 +170,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gate:
-    """One sanity check of the benchmark itself.
-
-    If `withholds`, a failure only withholds the figures that the gate is about.
-    """
+    """One sanity check of the benchmark itself."""
 
     name: str
     expected: str
     got: str
     passed: bool
-    withholds: bool = False
 
 
 @dataclass(kw_only=True)
@@ -229,24 +225,18 @@ class Results:
     @property
     def failed(self) -> list[Gate]:
         """The gates whose failure makes every figure doubtful."""
-        return [gate for gate in self.gates if not gate.passed and not gate.withholds]
+        return [gate for gate in self.gates if not gate.passed]
 
     @property
-    def warnings(self) -> list[str]:
-        """List what a reader must know before the first figure, besides failed gates."""
-        warnings = []
+    def warning(self) -> str:
+        """Say that the images can't distinguish methods, or return ""."""
         verdict, _, figures = self.sensitivity.partition("? ")[2].partition(". ")
-        if verdict.startswith(UNABLE):
-            warnings.append(
-                "This model and these prompts can't distinguish methods, so distances in this"
-                f" report rank no method. {figures}"
-            )
-        if any(gate.withholds and not gate.passed for gate in self.gates):
-            warnings.append(
-                "Wall-clock seconds are withheld, because the machine was busy or only one round"
-                " was timed. Run the same command again on an idle machine to get them."
-            )
-        return warnings
+        if not verdict.startswith(UNABLE):
+            return ""
+        return (
+            "This model and these prompts can't distinguish methods, so distances in this report"
+            f" rank no method. {figures}"
+        )
 
     def block(self, name: str) -> list[Column]:
         """Return the metrics of one block, in column order."""

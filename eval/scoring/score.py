@@ -70,22 +70,3 @@ def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools
     if metric.network != "clip":
         return mean
     return replace(mean, note="; ".join(filter(None, (tools.network(metric).name, mean.note))))
-
-
-def cut_prompts(metrics: Sequence[Metric], run: Run, tools: Tools) -> tuple[int, int]:
-    """Count the prompts of which the CLIP score read only a part.
-
-    Args:
-        metrics: the metrics that were computed.
-        run: the run.
-        tools: what computed them.
-
-    Returns:
-        That number, and the number of the run's prompts, each counted once.
-    """
-    prompts = sorted({item.prompt for item in run.items.values()})
-    clip = tools.networks.get("clip")
-    asked = any(metric.name == "clip_score" for metric in metrics)
-    if not asked or clip is None or isinstance(clip, Exception):
-        return 0, len(prompts)
-    return len(clip.cut(prompts)), len(prompts)

@@ -91,7 +91,7 @@ def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
     first = measured(2)
     assert set(first) == {"baseline", "ours", "fewer-1"}, "two steps can't lose two"
     assert 10 < first["fewer-1"]["psnr"].mean < first["ours"]["psnr"].mean < 100  # type: ignore[operator]
-    assert first["baseline"]["cpu_speedup"].mean == 1
+    assert first["baseline"]["speedup"].mean == 1
     more = measured(3)
     assert told[0] == (6, 9), "two draws of three rows were there"
     assert more["ours"]["psnr"].n == 3

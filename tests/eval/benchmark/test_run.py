@@ -17,7 +17,6 @@ import torch
 
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import check_out
-from mame_sd.eval.benchmark.timings import TIMING_GATE
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.jobs import GenerateSettings
@@ -62,10 +61,8 @@ def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) ->
     assert psnr["against"] == "tomesd-50"
     assert 0 < psnr["p"] <= 1
     assert [gate["name"] for gate in results["gates"]] == [
-        TIMING_GATE,
         "baseline against itself",
         "inactive merging against the baseline",
-        "distance to another prompt's image",
     ]
     manifest = results["manifest"]
     assert manifest["sampling"]["steps"] == 2
@@ -187,15 +184,13 @@ def test_two_processes_make_the_same_benchmark_and_every_gate_can_fail(
     assert results["manifest"]["command"] == command
     assert command in (one / "report.html").read_text(encoding="utf-8")
     assert "2 prompts (prompts.txt), 1 step, seed 0, model like-sdxl" in results["notes"][0]
-    assert (one / "bench-busy.jsonl").exists(), "one round tells nothing: the next start times anew"
     images = sorted((one / "runs" / "baseline" / "images").iterdir())
     forget_hashes(one / "runs" / "baseline")
-    # not what the baseline makes, and no other prompt's image differs
+    # not what the baseline makes
     images[0].write_bytes(images[1].read_bytes())
     capsys.readouterr()
     assert cli.run([*given, "--out", str(one)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "sanity gates failed (baseline against itself, inactive merging" in error
-    assert "distance to another prompt's image" in error
     page = (one / "report.html").read_text(encoding="utf-8")
-    assert "3 of 4 sanity gates failed" in page
+    assert "2 of 2 sanity gates failed" in page

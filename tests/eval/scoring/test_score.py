@@ -134,11 +134,6 @@ def test_another_clip_is_named_beside_its_scores(
     found, _ = score_json(capsys, *options)
     assert found["manifest"]["networks"]["clip"]["name"] == "CLIP my-clip"
     assert found["metrics"]["clip_score"]["note"] == "CLIP my-clip"
-    difference = found["metrics"]["clip_score"]["difference"]
-    assert difference["n"] == 5, "from the baseline's"
-    plain = [str(Path(runs[0], "images")), *options[1:]]
-    again = score_json(capsys, *plain)[0]["metrics"]["clip_score"]
-    assert again["difference"] == difference, "by the prompts of the run that knows them"
 
 
 def test_not_a_number_is_never_averaged(runs: tuple[str, str]) -> None:
