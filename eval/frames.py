@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageCms, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from mame_sd.errors import UserError
 
@@ -17,11 +17,6 @@ from mame_sd.errors import UserError
 SUFFIXES = (*(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"),)
 UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".ppm", ".pgm", ".svg")
 _SPACES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of colour profiles
-
-
-def orientation(image: Image.Image) -> int:
-    """Return EXIF's orientation: 1 is upright, 2 to 8 are turned or mirrored, 5 to 8 lie down."""
-    return int(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def in_srgb(image: Image.Image) -> Image.Image:

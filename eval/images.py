@@ -1,30 +1,20 @@
-"""Read images from files, without silent changes.
-
-Any file that holds the same picture as 8-bit RGB is accepted: RGB, grey, palettes, an alpha channel
-that hides nothing. Whatever a conversion would change is refused: 16 bits, transparent pixels,
-CMYK, animations, colours of a profile other than sRGB. Pixels are turned as EXIF says, as viewers
-do; `turned_note` counts such files.
-"""
+"""Read images from files as viewers show them, and check tensors of images."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from mame_sd.errors import UserError
 
-from .frames import SUFFIXES, as_shown, check_read, in_srgb, orientation
-
-ROUNDING = 1  # by which a profile of sRGB itself may change an 8-bit value
-_PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
+from .frames import SUFFIXES, as_shown, check_read
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -48,20 +38,12 @@ def image_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_image(path: Path, convert: bool = False) -> np.ndarray:
-    """Read the pixels of a file, uint8 [H, W, 3].
+def load_image(path: Path) -> np.ndarray:
+    """Read the pixels of a file as viewers show them (`as_shown`), uint8 [H, W, 3].
 
     The file is decoded to its last byte, and for PNG every checksum is verified.
 
-    Args:
-        path: the file.
-        convert: if True, convert what RGB can't hold unchanged, as other programs show it: CMYK,
-            the upper 8 of 16 bits, transparent pixels on white, the first of several frames, the
-            colours of a profile.
-
-    Raises:
-        UserError: there is no such file, or it isn't an image, is truncated or corrupt, or
-            has a mode that RGB can't hold unchanged.
+    Raises UserError if there is no such file, or if it isn't an image, is truncated or corrupt.
     """
     if not path.is_file():
         raise UserError(f"expected an image file, but {path} is not one; check the path")
@@ -73,9 +55,7 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
                 image.verify()
             with Image.open(io.BytesIO(data)) as image:
                 image.load()
-                return np.array(as_shown(image) if convert else _as_rgb(image, data, path))
-    except UserError:
-        raise
+                return np.array(as_shown(image))
     # Pillow raises OSError, SyntaxError, ValueError, struct.error, ... for broken files
     except Exception as error:
         reason = (
@@ -84,63 +64,6 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
         raise UserError(
             f"expected a whole image in {path}, but {reason}; make the file again or take it out"
         ) from error
-
-
-def turned_note(files: Iterable[Path]) -> str:
-    """Return a note on images that EXIF turns or mirrors, or "" if there are none."""
-    count = 0
-    for file in files:
-        with contextlib.suppress(Exception), Image.open(file) as image:  # loading reports it
-            count += orientation(image) in range(2, 9)
-    return (
-        f"{count} image{'s are' if count > 1 else ' is'} turned as EXIF says, as viewers do"
-        if count
-        else ""
-    )
-
-
-def size_of(file: Path) -> tuple[int, int]:
-    """Return (width, height) of an image as it is shown, from its header.
-
-    Raises UserError as `load_image` does.
-    """
-    try:
-        with Image.open(file) as image:
-            width, height = image.size
-            across = orientation(image) in range(5, 9)
-    except Exception:  # load_image explains it
-        height, width = load_image(file).shape[:2]
-        across = False
-    return (height, width) if across else (width, height)
-
-
-def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
-    """Convert an image to RGB and turn it upright, if that is the same picture."""
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a photograph and its preview
-        raise _wrong_mode(path, f"{image.n_frames} frames")  # type: ignore[attr-defined]
-    # Pillow drops the low byte without a word
-    if data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16:
-        raise _wrong_mode(path, "16 bits per channel")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        if np.array(image)[..., 3].min() < 255:
-            raise _wrong_mode(path, "transparent pixels")
-    if image.mode not in ("RGB", "RGBA", "RGBX", "L", "1", "P"):
-        raise _wrong_mode(path, f"mode {image.mode}")
-    rgb = image.convert("RGB")
-    if image.info.get("icc_profile"):
-        try:
-            shown = in_srgb(image).convert("RGB")
-        except ValueError as error:
-            raise _wrong_mode(path, f"a colour profile that can't be read ({error})") from None
-        apart = np.abs(np.asarray(shown, np.int16) - np.asarray(rgb, np.int16))
-        if apart.max() > ROUNDING:
-            raise _wrong_mode(path, "a colour profile that changes its colours")
-    return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def _wrong_mode(path: Path, got: str) -> UserError:
-    return UserError(f"expected an 8-bit RGB image, but {path} has {got}; convert it to RGB")
 
 
 def to_float(images: Sequence[np.ndarray]) -> Tensor:

@@ -101,7 +101,7 @@ def caption_pictures(
     names = list(pictures.files)
 
     def measure(name: str, missing: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        pixels = load_image(pictures.files[name], convert=True)
+        pixels = load_image(pictures.files[name])
         check_size(pixels, str(pictures.files[name]))
         inputs = captioner.call(Image.fromarray(pixels))
         unmerged: Tensor | None = None

@@ -13,7 +13,6 @@ from mame_sd.runs.files import shown
 from mame_sd.runs.generate import versions
 from mame_sd.runs.run_folder import differences, in_short
 
-from ..images import size_of, turned_note
 from ..metric_list import METRICS, Metric
 from ..results.schema import Value
 from ..scoring.reference import check_foreign, check_reference, open_reference
@@ -45,11 +44,6 @@ def score_runs(
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)
     check_reference(metrics, against)
-    files = [item.path for run in (a, b) for item in run.items.values()]
-    if said := turned_note([*files, *(against.files if against is not None else ())]):
-        on_note(said)
-        if any(map(tools.by_clean_fid, metrics)):
-            on_note("clean-fid reads the files by itself and doesn't turn them")
     different = differing_settings(a, b)
     for text in different:
         on_note(f"the runs differ not only in the method ({text})")
@@ -106,15 +100,9 @@ def _table_row(metric: Metric, value: Value) -> tuple[str, str, str, str]:
 
 
 def _about(run: Run) -> dict[str, Any]:
-    sizes = set()
-    for item in run.items.values():
-        size = item.row.get("width"), item.row.get("height")
-        width, height = size_of(item.path) if None in size else size
-        sizes.add(f"{width}x{height}")
     return {
         "name": shown(run.folder.resolve().name),
         "images": len(run.items),
-        "sizes": sorted(sizes),
         "settings": dict(run.settings),
         "environment": dict(run.environment),
     }

@@ -59,10 +59,10 @@ class ImageSet:
 
     def _pixels(self, path: Path) -> np.ndarray:
         if self.frames is None:
-            return load_image(path, convert=True)
+            return load_image(path)
         every: list[Any] = frames_in(path) if path.is_dir() else _decoded(path)
         chosen = [every[number] for number in evenly(len(every), self.frames)]
-        made = [load_image(one, convert=True) if isinstance(one, Path) else one for one in chosen]
+        made = [load_image(one) if isinstance(one, Path) else one for one in chosen]
         sizes = sorted({frame.shape[1::-1] for frame in made})
         if len(sizes) > 1:
             names = " and ".join(f"{width} x {height}" for width, height in sizes[:2])

@@ -25,7 +25,6 @@ from mame_sd.runs.merging import NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 
 from ..benchmark.timings import Timing, of_rounds, summary, timed_rounds, timing_of
-from ..images import turned_note
 from ..results.schema import Value
 from ..runner import Stage, Store, measure_cases
 from ..stats import mcnemar_p, wilson
@@ -115,8 +114,6 @@ def run_classify(
     assert settings.data is not None
     encoder = load_encoder(choice)
     images = open_images(settings.data, settings.num, encoder.frames)
-    if said := turned_note(images.folder / name for name in images.files):
-        on_note(said)
     head, images, how = _head(encoder, images, settings)
     asked = Asked(head, images, settings.batch_size)
     about = {
