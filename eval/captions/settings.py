@@ -38,7 +38,6 @@ class CaptionSettings:
         metavar="NAMES",
     )
     num: int | None = option(None, "So many pictures.")
-    prompt: str | None = option(None, "What is asked, with <image> in it.", metavar="TEXT")
     tokens: int = option(48, "Tokens of a caption at most.")
     weights_dir: Path | None = option(
         None, "Folder with weights of metrics, looked into first.", metavar="DIR"

@@ -1,8 +1,7 @@
 """Read images or clips to classify.
 
 They are a folder of class folders, as torchvision and timm read them, or a folder of images without
-labels. A clip is a folder of frames, or a video file that PyAV reads (`pip install
-mame-sd[video]`).
+labels. A clip is a folder of frames.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from mame_sd.errors import UserError, first_line
+from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
 
 from ..frames import SUFFIXES, check_read, evenly, frames_in
 from ..images import image_files, load_image
 from .encoders import check_size
-
-VIDEOS = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".mpg", ".mpeg", ".m4v")
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,8 @@ class ImageSet:
     def _pixels(self, path: Path) -> np.ndarray:
         if self.frames is None:
             return load_image(path)
-        every: list[Any] = frames_in(path) if path.is_dir() else _decoded(path)
-        chosen = [every[number] for number in evenly(len(every), self.frames)]
-        made = [load_image(one) if isinstance(one, Path) else one for one in chosen]
+        every = frames_in(path)
+        made = [load_image(every[number]) for number in evenly(len(every), self.frames)]
         sizes = sorted({frame.shape[1::-1] for frame in made})
         if len(sizes) > 1:
             names = " and ".join(f"{width} x {height}" for width, height in sizes[:2])
@@ -152,40 +148,18 @@ def _in_class(folder: Path, clips: bool) -> list[str]:
     """Return the names of the images or clips of one class folder."""
     entries = _entries(folder)
     if clips:
-        kind, suffixes = "folders of frames or video files", ", ".join(VIDEOS)
-        matching = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
+        kind = "folders of frames"
+        matching = [one for one in entries if one.is_dir()]
     else:
         check_read(entries)
-        kind, suffixes = "images", ", ".join(SUFFIXES)
+        kind = f"images ({', '.join(SUFFIXES)})"
         matching = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
     if not matching:
         raise UserError(
-            f"--data: expected {kind} ({suffixes}) in each class folder, found none in"
-            f" {folder}; take the folder out or put them in"
+            f"--data: expected {kind} in each class folder, found none in {folder}; take the folder"
+            " out or put them in"
         )
     return [one.name for one in matching]
-
-
-def _decoded(path: Path) -> list[np.ndarray]:
-    """Decode every frame of a video file."""
-    try:
-        import av
-    except ImportError:
-        raise UserError(
-            f"expected the package av to read {path}; pip install mame-sd[video], or give folders"
-            " of frames"
-        ) from None
-    try:
-        with av.open(str(path)) as container:
-            frames = [one.to_ndarray(format="rgb24") for one in container.decode(video=0)]
-    except (OSError, ValueError, IndexError) as error:  # what PyAV raises is among these
-        raise UserError(
-            f"expected a video in {path}, but it can't be read ({first_line(error)}); make it"
-            " again or take it out"
-        ) from error
-    if not frames:
-        raise UserError(f"expected a video in {path}, found no frame; take it out")
-    return frames
 
 
 def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:
