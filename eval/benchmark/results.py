@@ -1,4 +1,4 @@
-"""Write and read results.json, the one file that a benchmark writes and a report reads."""
+"""Write results.json, and check the folder that it goes to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.json_files import json_text
@@ -37,31 +36,25 @@ def check_out(out: Path) -> None:
             f" folder with {len(entries)} other things in it ({entries[0]!r}); choose another"
         )
     if NAME in entries:
-        read_results(out)
+        _check_results(out / NAME)
     if TIMINGS in entries:
         check_record(out / TIMINGS)
 
 
-def read_results(out: Path) -> Results:
-    """Read the results in `out`. Raise UserError if there are none."""
-    path = out / NAME
+def _check_results(path: Path) -> None:
+    """Raise UserError for results of another program or version, which aren't ours to overwrite."""
     try:
-        values: Any = json.loads(read_regular(path).decode())
-    except FileNotFoundError:
+        form = json.loads(read_regular(path).decode())["format"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(
-            f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: expected the results of a benchmark, got: {error}; delete it and run"
+            f"{path}: expected the results of a benchmark, got: {error!r:.80}; delete it and run"
             " benchmark again, nothing else is lost"
         ) from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+    if form != FORMAT:
         raise UserError(
-            f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose"
-            " another"
+            f"{path}: expected the results of a benchmark ({FORMAT!r}), got {form!r:.40}; choose"
+            " another folder"
         )
-    return Results.from_json(values)
 
 
 def write_results(out: Path, results: Results) -> None:

@@ -216,25 +216,6 @@ def cache_command(
     answer(format_table(found), found)
 
 
-@command(app, "report")
-def report_command(
-    out: Annotated[
-        Path, typer.Argument(help="Folder of a benchmark.", metavar="OUT", show_default=False)
-    ],
-) -> None:
-    """Write the report of a benchmark again, from its results.json."""
-    if not os.path.exists(out / "results.json"):
-        got = "one without results.json" if os.path.isdir(out) else "no such folder"
-        raise unexpected(str(out), "the folder of a benchmark", got, "run benchmark first")
-    from ..benchmark.results import read_results
-
-    results = read_results(out)
-    from ..report import render
-
-    render(results, out)
-    answer(str(out / "report.html"), {"report": str(out / "report.html")})
-
-
 @command(app, "weights")
 def weights_command(
     names: Annotated[

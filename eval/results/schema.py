@@ -1,17 +1,14 @@
 """Define the schema of a benchmark's results.
 
-`benchmark` fills it in, results.json holds it, and the report reads it.
+`benchmark` fills it in, the report shows it, and results.json holds it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import PurePath
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
-
-from mame_sd.errors import UserError
 
 FORMAT = "mame-sd benchmark 2"
 NOT_YET = "not yet: the benchmark has not reached it"
@@ -145,14 +142,6 @@ class MethodResult:
     values: dict[str, Value] = field(default_factory=dict)
     per_image: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Raise UserError for a run outside the folder of results.json."""
-        run = PurePath(self.run or "")
-        if run.is_absolute() or ".." in run.parts:
-            raise UserError(
-                f"row {self.name!r}: expected run to be a folder inside, got {run}; correct it"
-            )
-
     def value(self, metric: Column | None) -> Value | None:
         """Return the row's known value of `metric`, or None."""
         value = None if metric is None else self.values.get(metric.name)
@@ -241,37 +230,6 @@ class Results:
     def block(self, name: str) -> list[Column]:
         """Return the metrics of one block, in column order."""
         return [metric for metric in self.metrics if metric.block == name]
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Results:
-        """Read the content of results.json.
-
-        Raises UserError if it lacks an entry, or has one of another kind.
-        """
-        columns = {one.name for one in fields(Column)}
-        try:
-            given = {key: value for key, value in content.items() if key != "format"}
-            given["metrics"] = [
-                Column(**{key: one[key] for key in one if key in columns})
-                for one in content["metrics"]
-            ]
-            given["rows"] = [
-                MethodResult(
-                    **{
-                        **row,
-                        "values": {name: Value(**value) for name, value in row["values"].items()},
-                    }
-                )
-                for row in content["rows"]
-            ]
-            given["pictures"] = [Picture(**one) for one in content["pictures"]]
-            given["gates"] = [Gate(**one) for one in content["gates"]]
-            return cls(**given)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise UserError(
-                f"results.json: expected the results of a benchmark, got {error!r:.120} as it was"
-                " read; delete it and run the benchmark again"
-            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of results.json."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -112,13 +111,7 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     (tmp_path / "killed" / ".mame-sd.1.tmp").write_text("what a kill in the first write leaves")
     check_out(tmp_path / "killed")
     results = tmp_path / "out" / "results.json"
-    whole = results.read_text()
-    results.write_text(
-        json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]})
-    )
-    with pytest.raises(UserError, match=r"results\.json: expected the results of a benchmark, got"):
-        check_out(tmp_path / "out")
-    results.write_text(whole[:-100])
+    results.write_text(results.read_text()[:-100])
     with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
         check_out(tmp_path / "out")
     results.unlink()
@@ -130,8 +123,8 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):
         check_out(tmp_path / "mine")
-    (tmp_path / "mine" / "results.json").write_text("{}")
-    with pytest.raises(UserError, match="got another file"):
+    (tmp_path / "mine" / "results.json").write_text('{"format": "another"}')
+    with pytest.raises(UserError, match="got 'another'; choose another folder"):
         check_out(tmp_path / "mine")
 
 

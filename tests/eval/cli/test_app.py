@@ -45,7 +45,6 @@ classify --rows mame-0.8 | --data: expected a folder of class folders
 cache --texts none | --texts none: expected a folder, got no such folder
 cache --shares 1.5 | --shares: expected shares above 0 and below 1, got 1.5
 caption --data none --references none --tokens 0 | --tokens: expected at least 1, got 0
-report none | none: expected the folder of a benchmark, got no such folder; run
 weights --weights-dir none | --weights-dir none: expected a folder
 weights magic | weights: expected names of lpips-alex
 """
@@ -114,7 +113,6 @@ score none none --metrics x
 classify --data . --rows bad
 caption --data none --references none
 cache --texts none
-report .
 weights --weights-dir none
 """
 

@@ -14,20 +14,19 @@ from mame_sd.eval.report import frontier
 from mame_sd.eval.report.headline import cards, comparison, headline
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.schema import MethodResult, Value
-from mame_sd.eval.results.schema import Results as Parsed
-from tests.builders.report_example import Results, row, speed
+from tests.builders.report_example import Results, parsed, row, speed
 
 
 def says(results: Results) -> str:
-    parsed = Parsed.from_json(results)
-    return headline(focus(parsed))
+    found = parsed(results)
+    return headline(focus(found))
 
 
 def test_headline_of_faster_slower_and_equal_rows(results: Results) -> None:
     fast = r"MaMe \(default\) is 1\.60 times as fast as the baseline \(1\.54 to 1\.67\), "
     assert re.fullmatch(fast + r"at an LPIPS of 0\.\d{4}\.", says(results))
-    parsed = Parsed.from_json(results)
-    assert comparison(parsed, focus(parsed)).startswith(
+    found = parsed(results)
+    assert comparison(found, focus(found)).startswith(
         "The nearest and fastest rival, ToMeSD 50 %, is 1.25 times as fast as the baseline ("
     )
     ours = row(results, "mame-default")["values"]
@@ -47,12 +46,12 @@ def test_the_nearest_and_the_fastest_rival_are_named(results: Results) -> None:
     other["values"] |= speed(1.0, 0.9, 1.1)
     other["values"]["lpips"] = {"mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
     results["rows"].append(other)
-    parsed = Parsed.from_json(results)
-    said = comparison(parsed, focus(parsed))
+    found = parsed(results)
+    said = comparison(found, focus(found))
     assert said.startswith("The nearest rival, ToMeSD 50 %, is 1.25 times as fast")
     assert "The fastest rival, one step fewer, is 4.00 times as fast" in said
     assert "at an LPIPS of 0.9000." in said
-    shown = [(card.role, card.row.name, card.speed) for card in cards(focus(parsed))]
+    shown = [(card.role, card.row.name, card.speed) for card in cards(focus(found))]
     assert shown == [
         ("merged", "mame-default", "1.60"),
         ("nearest rival", "tomesd-50", "1.25"),
@@ -62,8 +61,8 @@ def test_the_nearest_and_the_fastest_rival_are_named(results: Results) -> None:
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
     def says_so() -> bool:
-        parsed = Parsed.from_json(results)
-        return "Both faster and closer: ToMeSD 50 %." in comparison(parsed, focus(parsed))
+        found = parsed(results)
+        return "Both faster and closer: ToMeSD 50 %." in comparison(found, focus(found))
 
     ours, rival = row(results, "mame-default")["values"], row(results, "tomesd-50")["values"]
     assert not says_so()
@@ -122,12 +121,12 @@ def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower:
 
 
 def test_points_are_rows_with_both_figures(results: Results) -> None:
-    parsed = Parsed.from_json(results)
-    found = {p.row.name: p for p in frontier.points(parsed, focus(parsed))}
-    assert set(found) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
-    assert found["baseline"].at == (1, 0)
-    assert found["mame-default"].speed.interval == pytest.approx((4 / 2.6, 4 / 2.4))
+    found = parsed(results)
+    points = {p.row.name: p for p in frontier.points(found, focus(found))}
+    assert set(points) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
+    assert points["baseline"].at == (1, 0)
+    assert points["mame-default"].speed.interval == pytest.approx((4 / 2.6, 4 / 2.4))
     row(results, "mame-default")["values"]["lpips"]["mean"] = math.inf
     row(results, "tomesd-50")["family"] = "floor"
-    parsed = Parsed.from_json(results)
-    assert len(frontier.points(parsed, focus(parsed))) == 2
+    found = parsed(results)
+    assert len(frontier.points(found, focus(found))) == 2

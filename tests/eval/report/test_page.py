@@ -6,8 +6,7 @@ from pathlib import Path
 
 from mame_sd.eval.report import render
 from mame_sd.eval.report.select import cases, focus
-from mame_sd.eval.results.schema import Results as Parsed
-from tests.builders.report_example import Elements, Results, example, row
+from tests.builders.report_example import Elements, Results, example, parsed, row
 
 
 def test_nothing_is_fetched_ids_are_unique_and_everything_has_words(page: str) -> None:
@@ -52,7 +51,7 @@ def shape(folder: Path, words: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     ]
     for entry in results["rows"]:
         entry["reason"] = every
-    page = render(Parsed.from_json(results), folder).read_text(encoding="utf-8")
+    page = render(parsed(results), folder).read_text(encoding="utf-8")
     return [(tag, sorted(attributes)) for tag, attributes in Elements(page).tags]
 
 
@@ -67,7 +66,7 @@ def test_failed_gates_come_first_and_a_benchmark_that_has_just_begun_has_a_repor
     results, name = unplotted, "unrelated <pairing>"
     results["gates"].append({"name": name, "expected": "far", "got": "near", "passed": False})
     results["sensitivity"] = "Can it? NO with so few prompts. far has an LPIPS of 0."
-    text = render(Parsed.from_json(results), tmp_path).read_text(encoding="utf-8")
+    text = render(parsed(results), tmp_path).read_text(encoding="utf-8")
     unable = "so distances in this report rank no method. far has an LPIPS of 0."
     assert text.index(unable) < text.index('id="pictures"')
     assert text.count("far has an LPIPS of 0.") == 2, "at the top, and next to the distances"
@@ -76,7 +75,7 @@ def test_failed_gates_come_first_and_a_benchmark_that_has_just_begun_has_a_repor
     for entry in results["rows"]:
         entry.update(measured=False, reason=None, values={}, per_image={})
     results.update(gates=[], reference=None)
-    text = render(Parsed.from_json(results), tmp_path).read_text(encoding="utf-8")
+    text = render(parsed(results), tmp_path).read_text(encoding="utf-8")
     assert "No run with MaMe has been measured yet." in text
     assert "None were run" in text
     assert "Quality (no reference set was given)" in text
@@ -84,8 +83,8 @@ def test_failed_gates_come_first_and_a_benchmark_that_has_just_begun_has_a_repor
 
 def test_cases_are_the_closest_the_median_and_the_furthest(results: Results) -> None:
     def picked() -> list[tuple[str, str]]:
-        parsed = Parsed.from_json(results)
-        return cases(parsed, focus(parsed))
+        found = parsed(results)
+        return cases(found, focus(found))
 
     scores = row(results, "mame-default")["per_image"]["lpips"]
     ranked = sorted(scores, key=scores.__getitem__)
@@ -112,6 +111,6 @@ def test_missing_and_broken_images_are_named_and_the_rest_is_shown(
     files[1].write_bytes(b"\x89PNG\r\n")
     whole = files[2].read_bytes()
     files[2].write_bytes(whole[: len(whole) // 2])
-    text = render(Parsed.from_json(unplotted), tmp_path).read_text(encoding="utf-8")
+    text = render(parsed(unplotted), tmp_path).read_text(encoding="utf-8")
     assert all(file.relative_to(tmp_path).as_posix() in text for file in files)
     assert text.count('class="shot"') == 3 + 2 + 2
