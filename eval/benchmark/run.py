@@ -5,8 +5,7 @@
     OUT/results.json           all results so far, rewritten after each step
     OUT/report.html            made from results.json
 
-Images and timings continue where they were stopped, so the same command resumes a run. Several
-processes share the images; the main one does everything else.
+Images and timings continue where they were stopped, so the same command resumes a run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from mame_sd.runs.generate import environment, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import NotApplicable
-from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import METRICS, Metric
@@ -66,7 +64,6 @@ class Benchmark:
         on_note: called with notes for the user.
         prompt_file: name and digest of the prompt file, for the manifest.
         command: the command that makes it again, for the report.
-        process: this process among several, which must have joined one another.
         results: the results so far.
     """
 
@@ -84,7 +81,6 @@ class Benchmark:
     on_note: Callable[[str], None] = lambda note: None
     prompt_file: dict[str, Any] | None = None
     command: str = ""
-    process: Process = field(default_factory=Process)
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +90,7 @@ class Benchmark:
         """Run everything in order.
 
         Returns:
-            The results; on the main process they are those of results.json.
+            The results, which are those of results.json.
 
         Raises:
             UserError, MachineError: what was done before is kept; the same call continues.
@@ -102,19 +98,15 @@ class Benchmark:
         self.results = self._before()
         for row in self.rows:
             self._generate(row)
-        self.process.wait()  # the main process has written down what all have made
-        if self.process.is_main:
-            runs = {row.name: Run.open(self._run(row.name)) for row in self.results.measured}
-            check_foreign(self.reference, *runs.values())
-            self._time()  # before any network of a metric takes memory
-            for name, run in runs.items():
-                self._score(name, run, runs[BASELINE])
-            self._compare_rows(runs[BASELINE])
-            if any(row.name == FLOOR for row in self.results.measured):
-                self.results.sensitivity = sensitivity(self.results.measured, FLOOR)
-                self._save()
-            self._check(runs[BASELINE])
-        self.process.wait()
+        runs = {row.name: Run.open(self._run(row.name)) for row in self.results.measured}
+        check_foreign(self.reference, *runs.values())
+        self._time()  # before any network of a metric takes memory
+        for name, run in runs.items():
+            self._score(name, run, runs[BASELINE])
+        self._compare_rows(runs[BASELINE])
+        if any(row.name == FLOOR for row in self.results.measured):
+            self.results.sensitivity = sensitivity(self.results.measured, FLOOR)
+        self._check(runs[BASELINE])
         return self.results
 
     def _before(self) -> Results:
@@ -170,7 +162,7 @@ class Benchmark:
                 "sha256": prompts_digest(self.prompts),
                 "file": self.prompt_file or {},
             },
-            "environment": {**environment(self.model.pipe.device), "processes": self.process.count},
+            "environment": environment(self.model.pipe.device),
             "attention": sorted({type(processor).__name__ for processor in processors.values()}),
             "latency": {
                 "rounds": self.rounds,
@@ -194,7 +186,6 @@ class Benchmark:
                     row.sampling(self.settings),
                     row.method,
                     self._run(row.name),
-                    process=self.process,
                     on_progress=on_progress,
                     on_note=self.on_note,
                 )
@@ -289,5 +280,4 @@ class Benchmark:
         return self.out / (self.results.row(name).run or "")
 
     def _save(self) -> None:
-        if self.process.is_main:
-            write_results(self.out, self.results)
+        write_results(self.out, self.results)

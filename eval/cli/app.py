@@ -123,9 +123,8 @@ def benchmark_command(
     place = options.out or Path("out") / suite
     chosen = None if suite == README else suite_named(suite)
     if chosen is not None:
-        for given, name in ((options.quick, "--quick"), (options.case, "--case")):
-            if given:
-                raise unexpected(name, f"--suite {README}", suite, "leave it out, or give that")
+        if options.case:
+            raise unexpected("--case", f"--suite {README}", suite, "leave it out, or give that")
         prompts_of_file(chosen, prompts, options.held_out)
     elif (
         model.model is not None or model.loras or prompts.file is not None or {*sampling} - {"seed"}
@@ -150,10 +149,9 @@ def benchmark_command(
         answer(f"{markdown(stored)}\n\n{place / 'readme.json'}", stored)
         return
     results = run_benchmark(chosen, place, prompts, options, model, sampling, again)
-    if results is not None:
-        from ..report import summary
+    from ..report import summary
 
-        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
+    answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
 @command(app, "classify", settings=FieldOptions(ClassifySettings), model=ENCODER)
@@ -172,11 +170,11 @@ def classify_command(
     from mame_sd.runs.processes import this_process
 
     from ..perception.run import run_classify, table
-    from .benchmark import stages
+    from .benchmark import stage
 
     if this_process().count > 1:
         raise UserError("classify: expected one process, got several; start it alone")
-    found = run_classify(settings, chosen, model, stages(this_process()), note)
+    found = run_classify(settings, chosen, model, stage, note)
     answer(table(found), found)
 
 

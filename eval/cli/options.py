@@ -83,7 +83,6 @@ class BenchmarkOptions(MetricOptions):
         metavar="SETTINGS",
     )
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
-    quick: bool = option(False, "With --suite readme: few prompts, in minutes instead of hours.")
     case: str | None = option(
         None, "With --suite readme: the only case to measure, such as video.", metavar="NAME"
     )

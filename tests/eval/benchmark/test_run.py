@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,8 +30,7 @@ from tests.builders.benchmarks import (
     rows_of,
     tiny_rows,
 )
-from tests.builders.processes import in_two_processes
-from tests.builders.run_folders import forget_hashes, snapshot
+from tests.builders.run_folders import forget_hashes
 from tests.builders.tiny import save_tiny_pipeline
 
 
@@ -147,8 +145,7 @@ def test_missing_peers_and_weights_leave_a_reason(
     assert any("mame-sd-eval weights" in note for note in results.notes)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_two_processes_make_the_same_benchmark_and_every_gate_can_fail(
+def test_a_command_writes_a_report_and_every_gate_can_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("key\nant\n")
@@ -158,16 +155,11 @@ def test_two_processes_make_the_same_benchmark_and_every_gate_can_fail(
     words = "benchmark --device cpu --offline --steps 1 --height 128 --width 128 --rounds 1"
     given = [*words.split(), "--rows", "tomesd-50,mame-default", "--model", str(model_folder)]
     given += ["--prompts", str(tmp_path / "prompts.txt"), "--weights-dir", str(tmp_path)]
-    two, one = tmp_path / "two", tmp_path / "one"
-    said = in_two_processes(lambda: cli.run([*given, "--out", str(two)]), tmp_path)
-    assert said.count("report.html") == 1
+    one = tmp_path / "one"
     assert cli.run([*given, "--out", str(one)]) == 0
-    alone, shared = rows_of(one), rows_of(two)
-    for name in ("baseline", "mame-default"):
-        assert snapshot(one / "runs" / name) == snapshot(two / "runs" / name)
-        assert alone[name]["per_image"] == shared[name]["per_image"]
-    assert [row["measured"] for row in shared.values()] == [True, False, True]
-    assert alone["tomesd-50"]["reason"] == shared["tomesd-50"]["reason"] != ""
+    alone = rows_of(one)
+    assert [row["measured"] for row in alone.values()] == [True, False, True]
+    assert alone["tomesd-50"]["reason"]
     found = set(alone["mame-default"]["per_image"]) - {"lpips"}  # where its weights are here
     assert found == {"psnr", "ssim"}
 

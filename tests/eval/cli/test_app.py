@@ -37,7 +37,6 @@ BAD = """\
 paint | No such command 'paint'
 benchmark --suite paper | --suite paper: expected --prompts FILE, got none
 benchmark --reference nope | --reference nope: expected a folder, got no such folder; check the path
-benchmark --quick | --quick: expected --suite readme, got quick; leave it out
 benchmark --case video | --case: expected --suite readme, got quick; leave it out
 benchmark --model ./none | --model ./none: expected a folder
 benchmark --weights-dir none | --weights-dir none: expected a folder, got no such folder; check

@@ -171,7 +171,7 @@ def test_a_broken_image_is_named_and_a_mended_one_alone_is_answered_anew(
 
 
 def test_zero_shot(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "names.txt").write_text("".join(f"{name}\tpicture of {name}\n" for name in CLASSES))
+    (tmp_path / "names.txt").write_text("".join(f"picture of {name}\n" for name in CLASSES))
     (tmp_path / "templates.txt").write_text("a {}.\nthe {}.\n")
     given = ["--classes", str(tmp_path / "names.txt")]
     given += ["--templates", str(tmp_path / "templates.txt")]
