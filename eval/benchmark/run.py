@@ -50,21 +50,12 @@ class Benchmark:
     """One benchmark, which `run` executes.
 
     Attributes:
-        suite: the suite.
-        model: the model.
-        prompts: the prompts.
-        settings: settings of all images.
         rows: the rows; the first one is the baseline.
-        metrics: the metrics.
         reference: the set that quality is measured against. If None, distances are withheld.
-        out: folder of results.
-        tools: what computes metrics.
-        rounds: number of rounds of timing.
         stage: opens a step of that name and returns its progress callback.
         on_note: called with notes for the user.
         prompt_file: name and digest of the prompt file, for the manifest.
         command: the command that makes it again, for the report.
-        results: the results so far.
     """
 
     suite: Suite

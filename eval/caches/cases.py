@@ -31,7 +31,6 @@ class Case:
 
     Attributes:
         name: name of its file, after that of its source.
-        prompt: the prompt.
         rest: what follows, which is read after the cache was shortened.
     """
 

@@ -43,7 +43,6 @@ class Clip:
 
     Attributes:
         name: "CLIP" and which one.
-        weights_hash: sha256 of its weights.
     """
 
     def __init__(

@@ -41,9 +41,7 @@ class Extractor:
         device: where it computes.
 
     Attributes:
-        name: name of the network.
         side: side of the images that it sees, in pixels.
-        weights_hash: sha256 of its weights.
     """
 
     name: str

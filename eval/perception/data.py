@@ -27,7 +27,6 @@ class ImageSet:
     """Images or clips in a fixed shuffled order, so that classes mix.
 
     Attributes:
-        folder: the folder.
         files: paths relative to `folder`.
         labels: index of each one's class, from its folder. If None, there are no labels.
         classes: names of the class folders, sorted.

@@ -25,7 +25,6 @@ class Head:
     """Computes logits [B, classes] of a batch.
 
     Attributes:
-        encoder: the model.
         vectors: unit vectors [classes, d] of the classes' prompts. If None, the model has its own
             classifier.
     """

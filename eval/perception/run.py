@@ -77,7 +77,6 @@ class Answers:
     """Results of a row; FLOPs and tokens are means over images.
 
     Attributes:
-        classes: the class of each image.
         flops: multiply-adds for one image.
         tokens: tokens after the last block.
     """

@@ -16,7 +16,6 @@ class Card:
 
     Attributes:
         role: why it is shown, such as "nearest rival".
-        row: the row.
         speed: how many times as fast as the baseline it is.
         between: the interval of the speed, or "".
         seconds: its seconds and the baseline's, or another latency, or "".

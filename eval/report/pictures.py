@@ -35,14 +35,10 @@ class Shot:
     """One embedded image.
 
     Attributes:
-        src: its data URI.
         caption: text under it.
         label: text next to its enlargement.
         score: its own figure of closeness, or "".
-        alt: text for screen readers.
         area: a family, with "map-" before it for a map of differences.
-        width: pixels.
-        height: pixels.
     """
 
     src: str

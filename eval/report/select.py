@@ -16,10 +16,8 @@ class Focus:
     """The choices that headline, plot and pictures share; None if the results have no such thing.
 
     Attributes:
-        baseline: the baseline.
         mame: the row of the headline.
         rival: the row of others that is nearest to the baseline.
-        fastest: the fastest row of others.
         speed: the metric of how many times as fast as the baseline a row is.
         latency: the cost metric next to it: seconds, or CPU seconds.
         closeness: the fidelity metric that orders the images: LPIPS, or else the first measured

@@ -51,14 +51,10 @@ class Value:
         mean: the value. If None, it is withheld or wasn't measured.
         low: lower end of its interval, if it has one.
         high: upper end of its interval, if it has one.
-        n: number of images or rounds.
         p: P-value of the comparison with the row `against`.
         against: name of a row.
-        withheld: why there is no value.
         equal: number of images that equal the baseline's; `mean` excludes them.
         std: standard deviation over `splits` parts of the images.
-        splits: number of parts.
-        cap: largest possible value.
         warning: what must be said with the value because it may mislead.
         note: what else must be said with it.
         difference: difference from the row `against`, or from the other run.
@@ -119,16 +115,8 @@ class MethodResult:
     """One method: a line of the tables, filled in as it is measured.
 
     Attributes:
-        name: name of the row.
-        family: family of the row.
-        label: label for tables.
-        default: True if it is our default.
         config: its settings as JSON values; a resumed benchmark reuses only rows of equal settings.
         run: its folder relative to that of results.json, or None.
-        reason: why it isn't measured.
-        measured: True if it is measured.
-        values: values by metric.
-        per_image: values by metric and image.
     """
 
     name: str
@@ -172,16 +160,10 @@ class Results:
     """All results of a benchmark so far; a report is made from them alone.
 
     Attributes:
-        suite: name of the suite.
         manifest: what the figures depend on, as JSON values.
         metrics: the metrics in the order of columns.
-        rows: the rows.
-        created: the time, in ISO 8601.
         pictures: what the images of each run are of.
-        gates: the sanity checks.
         reference: name of the set that quality is measured against.
-        reference_n: number of its images.
-        notes: lines for the report.
         sensitivity: whether the model and the prompts can distinguish methods.
     """
 

@@ -22,10 +22,7 @@ class Reference:
     """A named set of images.
 
     Attributes:
-        name: its name.
         digest: sha256 of its content, in any order.
-        hashes: sha256 of each image file.
-        files: the image files.
     """
 
     name: str

@@ -34,7 +34,6 @@ class Tools:
         weights_dir: folder that is searched first for weights. If None, the default one.
         offline: if True, nothing is fetched.
         fetch: names of the networks whose weights may be fetched. If None, all.
-        device: where networks compute.
         clip: name of a CLIP, or a folder that transformers saved.
         fid_backend: what computes FID: "mame-sd" or "clean-fid".
         on_progress: called with the number of images done and of all images.

@@ -27,10 +27,7 @@ class WeightsStatus:
     """Say whether one network's weights are here.
 
     Attributes:
-        name: name of the network.
         state: "ready", "missing" or "wrong hash".
-        path: the file, or None.
-        how: what a user does to get it.
     """
 
     name: str

@@ -26,11 +26,8 @@ class Weights:
 
     Attributes:
         licence: licences of the network and of the publisher of its weights.
-        file: its name.
         sha256: hash of the file, hexadecimal.
-        size: bytes.
         origin: where it comes from, as shown to users.
-        fetch: fetches it into a folder.
         read: reads its tensors. If None, transformers reads it.
     """
 
