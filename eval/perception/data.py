@@ -17,8 +17,7 @@ import numpy as np
 from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
 
-from ..frames import SUFFIXES, check_read, evenly, frames_in
-from ..images import image_files, load_image
+from ..images import SUFFIXES, check_read, evenly, frames_in, image_files, load_image
 from .encoders import check_size
 
 

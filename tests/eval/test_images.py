@@ -11,8 +11,7 @@ import torch
 from PIL import ExifTags, Image, ImageCms
 
 from mame_sd.errors import UserError
-from mame_sd.eval.frames import frames_in
-from mame_sd.eval.images import check_images, image_files, load_image, to_float
+from mame_sd.eval.images import check_images, frames_in, image_files, load_image, to_float
 
 
 def pixels(height: int = 20, width: int = 30, channels: int = 3) -> np.ndarray:
