@@ -66,11 +66,6 @@ class ImageSet:
             )
         return np.stack(made)
 
-    def part(self, places: slice) -> ImageSet:
-        """Return a part of the set."""
-        labels = None if self.labels is None else self.labels[places]
-        return replace(self, files=self.files[places], labels=labels)
-
     def batches(self, size: int) -> list[range]:
         """Return the indices in `files` of each batch's images."""
         count = len(self.files)

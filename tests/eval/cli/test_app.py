@@ -12,10 +12,6 @@ import pytest
 
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES
-from mame_sd.eval.caches import rows as cache_rows
-from mame_sd.eval.caches import settings as cache_settings
-from mame_sd.eval.captions import rows as caption_rows
-from mame_sd.eval.captions import settings as caption_settings
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import command_again, note_lacking
 from tests.builders.console import error_of
@@ -125,11 +121,6 @@ def test_help_and_errors_of_what_is_given_import_no_torch() -> None:
     done = python(code.format(lines))
     assert done.stdout == "False\n"
     assert done.stderr.count("error: ") == len(lines)
-
-
-def test_names_of_rows_are_those_of_the_rows() -> None:
-    assert set(cache_settings.ROWS) == set(cache_rows.all_rows())
-    assert set(caption_settings.ROWS) == set(caption_rows.ROWS)
 
 
 def test_the_folders_own_name_is_refused_so_that_no_module_is_loaded_twice() -> None:
