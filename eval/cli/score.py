@@ -20,6 +20,7 @@ from ..scoring.runs import Run, differing_settings, pair
 from ..scoring.score import measured
 from ..scoring.sets import too_few
 from ..scoring.tools import Tools
+from ..tables import markdown_table
 
 
 def score_runs(
@@ -79,13 +80,8 @@ def score_runs(
 
 def scores_table(metrics: Mapping[str, Value]) -> str:
     """Return the scores as a table."""
-    rows = [("metric", "mean", "95 % interval", "n")]
-    rows += [_table_row(METRICS[name], value) for name, value in metrics.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    rows = (_table_row(METRICS[name], value) for name, value in metrics.items())
+    return markdown_table(("metric", "mean", "95 % interval", "n"), rows)
 
 
 def _table_row(metric: Metric, value: Value) -> tuple[str, str, str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..results.schema import Column, MethodResult, Results, Value
-from .frontier import points
 from .numbers import number
+from .plot import points
 from .select import Focus, focus
 
 

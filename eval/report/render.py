@@ -13,9 +13,9 @@ from markupsafe import Markup
 from mame_sd.runs.files import write_atomically
 
 from ..results.schema import Results
-from . import frontier
 from .headline import cards, headline, remarks
 from .pictures import gradient, load_pictures
+from .plot import plot
 from .select import Focus, focus
 from .tables import every_table
 
@@ -68,7 +68,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "tables": every_table(results),
         "pictures": load_pictures(results, chosen, folder),
         "gradient": gradient(),
-        "frontier": frontier.plot(results, chosen),
+        "plot": plot(results, chosen),
         "failed": results.failed,
         "warning": results.warning,
         "manifest": _flat(results.manifest),

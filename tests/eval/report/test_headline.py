@@ -1,4 +1,4 @@
-"""The headline and the frontier: what they claim, and what they do not."""
+"""The headline and the points of the plot: what they claim, and what they do not."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mame_sd.eval.report import frontier
 from mame_sd.eval.report.headline import cards, comparison, headline
+from mame_sd.eval.report.plot import points
 from mame_sd.eval.report.select import focus
-from mame_sd.eval.results.schema import MethodResult, Value
 from tests.builders.report_example import Results, parsed, row, speed
 
 
@@ -102,31 +99,13 @@ def test_cpu_time_speaks_if_a_cpu_computed(results: Results) -> None:
     assert "1.60 times as fast as the baseline by CPU time (1." in says(results)
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12),
-    st.booleans(),
-)
-def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower: bool) -> None:
-    empty = MethodResult(name="r", label="r", family="mame", measured=True)
-    found = [frontier.Point(empty, Value(mean=x), Value(mean=y)) for x, y in pairs]
-    best = [point.at for point in frontier.frontier(found, lower)]
-    sign = 1 if lower else -1
-
-    def surpassed(a: tuple[float, float]) -> bool:
-        return any(b[0] >= a[0] and sign * b[1] <= sign * a[1] and a != b for b in pairs)
-
-    assert set(best) == {pair for pair in pairs if not surpassed(pair)}
-    assert [x for x, _ in best] == sorted({x for x, _ in best})
-
-
 def test_points_are_rows_with_both_figures(results: Results) -> None:
     found = parsed(results)
-    points = {p.row.name: p for p in frontier.points(found, focus(found))}
-    assert set(points) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
-    assert points["baseline"].at == (1, 0)
-    assert points["mame-default"].speed.interval == pytest.approx((4 / 2.6, 4 / 2.4))
+    shown = {p.row.name: p for p in points(found, focus(found))}
+    assert set(shown) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
+    assert shown["baseline"].at == (1, 0)
+    assert shown["mame-default"].speed.interval == pytest.approx((4 / 2.6, 4 / 2.4))
     row(results, "mame-default")["values"]["lpips"]["mean"] = math.inf
     row(results, "tomesd-50")["family"] = "floor"
     found = parsed(results)
-    assert len(frontier.points(found, focus(found))) == 2
+    assert len(points(found, focus(found))) == 2
