@@ -27,7 +27,7 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 
 bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short forms: under 10 minutes on 2 cores
-	$(BIN)/python -m benchmarks.attention --short
+	$(BIN)/python -m benchmarks.attention
 	$(BIN)/mame-sd-eval benchmark --num 4 --steps 6 --out out/bench/quick
 
 model: $(READY)  ## train the embedded model from nothing (hours)

@@ -40,10 +40,7 @@ class Case:
     """A model at one size, and its arguments.
 
     Attributes:
-        model: diffusers' class.
-        config: Its configuration.
         shapes: Shapes of the call's tensors by name, without the batch.
-        dtype: Of weights and inputs.
         batch: Samples; 2 is one guided image.
         repeats: Blocks that stand for as many, by their path: transformers are cut in depth.
         ids: Further arguments whose values are read, as they are.

@@ -64,12 +64,8 @@ class Work(NamedTuple):
     """One operation of a graphics card.
 
     Attributes:
-        name: Name of the operation.
         kind: "product", "convolution", "attention", "masked attention", or "other".
-        dtype: Of its inputs.
-        bytes: Bytes read and written.
         flops: Two for each multiplication and addition.
-        launches: Number of its kernels.
         width: Width of a head, for attention.
         matrices: Number of matrices of a batch, for linear algebra.
         restores: True if it chooses tokens or restores them (`mame_sd.core.restore`).

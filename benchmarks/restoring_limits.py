@@ -1,22 +1,19 @@
-"""Where restoring by a fit may fail: content, guidance, first and last steps, other sizes.
+"""Where restoring by a fit may fail: content, guidance, other sizes.
 
-    python -m benchmarks.restoring_limits contents --pack photographs.npz
-    python -m benchmarks.restoring_limits contents --pack photographs.npz --begin 0.6
-    python -m benchmarks.restoring_limits contents --pack photographs.npz --guidance 2 --side 82
-    python -m benchmarks.restoring_limits contents --pack photographs.npz --side 48 --width 192
-    python -m benchmarks.restoring_limits steps --guidance 1
+    python -m benchmarks.restoring_limits --pack photographs.npz
+    python -m benchmarks.restoring_limits --pack photographs.npz --begin 0.6
+    python -m benchmarks.restoring_limits --pack photographs.npz --guidance 2 --side 82
+    python -m benchmarks.restoring_limits --pack photographs.npz --side 48 --width 192
 
-`contents` adds noise to crops of held-out photographs, and the transformer of photographs denoises
-them in four steps. `steps` merges in some of the four steps of the embedded transformer. Cells are
-means over samples of the PSNR to the unmerged sample, in dB; in brackets that of the pixels of the
-text or of the single pixels alone. `scripts.training.train_photographs --prepare` makes the pack.
+Noise is added to crops of held-out photographs, and the transformer of photographs denoises them in
+four steps. Cells are means over samples of the PSNR to the unmerged sample, in dB; in brackets that
+of the pixels of the text or of the single pixels alone. `scripts.training.train_photographs
+--prepare` makes the pack.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,18 +26,12 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from benchmarks import decibels, parser_of
-from mame_sd import apply_mame
-from mame_sd.diffusion.handle import MaMeHandle
-from mame_sd.embedded.pipeline import embedded_pipeline
-from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.eval.benchmark.bench import installed
-from mame_sd.eval.benchmark.prompts import drawn
 from mame_sd.eval.benchmark.rows import BASELINE, chosen_rows
 from mame_sd.eval.instruments.flow import euler, guided_velocity, noise_of, times
 from mame_sd.eval.instruments.models import THUMBNAIL, Instrument, load_instrument
 from mame_sd.eval.tables import markdown_table
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.prompt_files import Prompt
 from scripts.training.photographs import read_pack
 
 TRAINED = 64  # pixels a side of the instrument's samples; a token is 2 x 2
@@ -145,8 +136,17 @@ def cell(images: Tensor, reference: Tensor, part: Tensor | None = None) -> str:
     return f"{decibels(images, reference).mean():.1f}{inside}"
 
 
-def contents_table(args: argparse.Namespace) -> None:
+def main() -> None:
     """Print a line for each kind of content."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--num", type=int, default=8, help="samples of a line")
+    parser.add_argument("--guidance", type=float, default=1.0)
+    parser.add_argument("--pack", type=Path, required=True, help="the file of photographs")
+    parser.add_argument("--begin", type=float, default=1.0, help="share of noise of the contents")
+    parser.add_argument("--side", type=int, default=TRAINED, help="pixels a side of the contents")
+    parser.add_argument("--width", type=int, help="pixels across, if they are not square")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
     instrument = load_instrument("photographs")
     model = LoadedModel(pipe=instrument.model, identity={"name": "photographs"}, guidance=None)
     rows = chosen_rows("mame-default,copied-0.125,fewer-1")
@@ -163,61 +163,6 @@ def contents_table(args: argparse.Namespace) -> None:
         unmerged = found.pop(BASELINE)
         cells = [cell(images, unmerged, clean.part) for images in found.values()]
         print(f"| {clean.label} | {' | '.join(cells)} |", flush=True)
-
-
-@torch.no_grad()
-def pictures(
-    pipe: Any, prompts: Sequence[Prompt], guidance: float, steps: int, merged: Collection[int] = ()
-) -> Tensor:
-    """Return pictures [N, 3, H, W] in -1..1, merged by default in the steps `merged` alone."""
-
-    def made(prompt: Prompt, number: int, handle: MaMeHandle | None) -> Tensor:
-        def switch(step: int) -> None:
-            if handle is not None:
-                handle.active = step in merged
-
-        def on_step_end(_: Any, step: int, __: Any, given: dict[str, Any]) -> dict[str, Any]:
-            switch(step + 1)
-            return given
-
-        switch(0)
-        images: Tensor = pipe(
-            prompt.text, num_inference_steps=steps, guidance_scale=guidance, output_type="pt",
-            generator=torch.Generator().manual_seed(number), callback_on_step_end=on_step_end,
-        ).images  # fmt: skip
-        return 2 * images - 1
-
-    with apply_mame(pipe) if merged else nullcontext() as handle:
-        return torch.cat([made(prompt, number, handle) for number, prompt in enumerate(prompts)])
-
-
-def steps_table(args: argparse.Namespace) -> None:
-    """Print which of the steps carry the error."""
-    pipe = embedded_pipeline("transformer")
-    pipe.set_progress_bar_config(disable=True)
-    make = partial(pictures, pipe, drawn(scenes_by_caption(), args.num, seed=1), args.guidance)
-    unmerged = make(STEPS)
-    parts = {"default": range(STEPS), "first two steps": (0, 1), "last two steps": (2, 3)}
-    cells = [cell(make(STEPS, merged=steps), unmerged) for steps in parts.values()]
-    cells.append(cell(make(STEPS - 1), unmerged))
-    print(markdown_table([*parts, "one step fewer"], [cells]))
-
-
-def main() -> None:
-    """Print a table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("table", choices=("contents", "steps"))
-    parser.add_argument("--num", type=int, default=8, help="samples of a line")
-    parser.add_argument("--guidance", type=float, default=1.0)
-    parser.add_argument("--pack", type=Path, help="the file of photographs, for contents")
-    parser.add_argument("--begin", type=float, default=1.0, help="share of noise of the contents")
-    parser.add_argument("--side", type=int, default=TRAINED, help="pixels a side of the contents")
-    parser.add_argument("--width", type=int, help="pixels across, if they are not square")
-    args = parser.parse_args()
-    if args.table == "contents" and not (args.pack and args.pack.is_file()):
-        parser.error(f"--pack: expected the file of photographs, got {args.pack}")
-    torch.set_num_threads(1)
-    (contents_table if args.table == "contents" else steps_table)(args)
 
 
 if __name__ == "__main__":

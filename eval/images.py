@@ -1,30 +1,25 @@
-"""Read images from files, without silent changes.
-
-Any file that holds the same picture as 8-bit RGB is accepted: RGB, grey, palettes, an alpha channel
-that hides nothing. Whatever a conversion would change is refused: 16 bits, transparent pixels,
-CMYK, animations, colours of a profile other than sRGB. Pixels are turned as EXIF says, as viewers
-do; `turned_note` counts such files.
-"""
+"""Read images from files as viewers show them, find the frames of a clip, and check tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 from torch import Tensor
 
 from mame_sd.errors import UserError
 
-from .frames import SUFFIXES, as_shown, check_read, in_srgb, orientation
-
-ROUNDING = 1  # by which a profile of sRGB itself may change an 8-bit value
-_PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
+# Endings of images, and of images that are not read.
+SUFFIXES = (*(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"),)
+UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".ppm", ".pgm", ".svg")
+_SPACES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of colour profiles
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -48,20 +43,12 @@ def image_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_image(path: Path, convert: bool = False) -> np.ndarray:
-    """Read the pixels of a file, uint8 [H, W, 3].
+def load_image(path: Path) -> np.ndarray:
+    """Read the pixels of a file as viewers show them (`as_shown`), uint8 [H, W, 3].
 
     The file is decoded to its last byte, and for PNG every checksum is verified.
 
-    Args:
-        path: the file.
-        convert: if True, convert what RGB can't hold unchanged, as other programs show it: CMYK,
-            the upper 8 of 16 bits, transparent pixels on white, the first of several frames, the
-            colours of a profile.
-
-    Raises:
-        UserError: there is no such file, or it isn't an image, is truncated or corrupt, or
-            has a mode that RGB can't hold unchanged.
+    Raises UserError if there is no such file, or if it isn't an image, is truncated or corrupt.
     """
     if not path.is_file():
         raise UserError(f"expected an image file, but {path} is not one; check the path")
@@ -73,9 +60,7 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
                 image.verify()
             with Image.open(io.BytesIO(data)) as image:
                 image.load()
-                return np.array(as_shown(image) if convert else _as_rgb(image, data, path))
-    except UserError:
-        raise
+                return np.array(as_shown(image))
     # Pillow raises OSError, SyntaxError, ValueError, struct.error, ... for broken files
     except Exception as error:
         reason = (
@@ -86,61 +71,79 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
         ) from error
 
 
-def turned_note(files: Iterable[Path]) -> str:
-    """Return a note on images that EXIF turns or mirrors, or "" if there are none."""
-    count = 0
-    for file in files:
-        with contextlib.suppress(Exception), Image.open(file) as image:  # loading reports it
-            count += orientation(image) in range(2, 9)
-    return (
-        f"{count} image{'s are' if count > 1 else ' is'} turned as EXIF says, as viewers do"
-        if count
-        else ""
-    )
+def in_srgb(image: Image.Image) -> Image.Image:
+    """Convert an image to the colours that viewers show by its profile, and drop the profile.
 
-
-def size_of(file: Path) -> tuple[int, int]:
-    """Return (width, height) of an image as it is shown, from its header.
-
-    Raises UserError as `load_image` does.
+    Raises ValueError if the profile can't be read, or is of another kind of image.
     """
+    data = image.info.get("icc_profile")
+    if not data or image.mode.startswith("I"):
+        return image
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
     try:
-        with Image.open(file) as image:
-            width, height = image.size
-            across = orientation(image) in range(5, 9)
-    except Exception:  # load_image explains it
-        height, width = load_image(file).shape[:2]
-        across = False
-    return (height, width) if across else (width, height)
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(data))
+        mode = _SPACES[profile.profile.xcolor_space]
+        if mode == "CMYK" != image.mode or (mode == "L" and image.mode not in ("L", "LA", "1")):
+            raise ValueError(f"of {mode} in an image of {image.mode}")
+        colours = image.convert("RGB" if mode == "RGB" else mode)
+        shown = ImageCms.profileToProfile(
+            colours, profile, ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+    except (OSError, KeyError, ImageCms.PyCMSError) as error:
+        raise ValueError(str(error)) from None
+    assert shown is not None
+    shown.info.pop("icc_profile", None)
+    if alpha is not None:
+        shown.putalpha(alpha)
+    return shown
 
 
-def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
-    """Convert an image to RGB and turn it upright, if that is the same picture."""
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a photograph and its preview
-        raise _wrong_mode(path, f"{image.n_frames} frames")  # type: ignore[attr-defined]
-    # Pillow drops the low byte without a word
-    if data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16:
-        raise _wrong_mode(path, "16 bits per channel")
+def as_shown(image: Image.Image) -> Image.Image:
+    """Convert an image to 8-bit RGB as viewers show it.
+
+    It is turned as EXIF says and has the colours of its profile. The upper 8 of 16 bits and the
+    first of several frames are used, and transparent pixels are put on white.
+    """
+    image = ImageOps.exif_transpose(image)
+    with contextlib.suppress(ValueError):  # viewers ignore such a profile
+        image = in_srgb(image)
+    if image.mode.startswith("I"):  # Pillow would cut off at 255
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        if np.array(image)[..., 3].min() < 255:
-            raise _wrong_mode(path, "transparent pixels")
-    if image.mode not in ("RGB", "RGBA", "RGBX", "L", "1", "P"):
-        raise _wrong_mode(path, f"mode {image.mode}")
-    rgb = image.convert("RGB")
-    if image.info.get("icc_profile"):
-        try:
-            shown = in_srgb(image).convert("RGB")
-        except ValueError as error:
-            raise _wrong_mode(path, f"a colour profile that can't be read ({error})") from None
-        apart = np.abs(np.asarray(shown, np.int16) - np.asarray(rgb, np.int16))
-        if apart.max() > ROUNDING:
-            raise _wrong_mode(path, "a colour profile that changes its colours")
-    return ImageOps.exif_transpose(image).convert("RGB")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
 
 
-def _wrong_mode(path: Path, got: str) -> UserError:
-    return UserError(f"expected an 8-bit RGB image, but {path} has {got}; convert it to RGB")
+def check_read(files: Iterable[Path]) -> None:
+    """Raise UserError for images of a kind that isn't read, instead of leaving them out."""
+    unread = sorted(one.name for one in files if one.suffix.lower() in UNREAD)
+    if unread:
+        raise UserError(
+            f"expected images ({', '.join(SUFFIXES)}), got {unread[0]!r} ({len(unread)} of a kind"
+            " that is not read); convert it or take it out"
+        )
+
+
+def frames_in(folder: Path) -> list[Path]:
+    """Return the images in a folder, at least one, ordered by the numbers in their names."""
+    check_read(folder.iterdir())
+    files = [one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES]
+    if not files:
+        raise UserError(
+            f"expected frames ({', '.join(SUFFIXES)}) in {folder}, found none; take the folder out"
+        )
+    return sorted(files, key=lambda one: [int(n) for n in re.findall(r"\d+", one.stem)])
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """Return the numbers of `wanted` of `count` frames, evenly spaced from the first to the last.
+
+    If there are fewer frames, some come twice: `evenly(15, 8)` is 0, 2, ..., 14, and `evenly(2, 4)`
+    is 0, 0, 1, 1.
+    """
+    return [int(place) for place in np.rint(np.linspace(0, count - 1, wanted))]
 
 
 def to_float(images: Sequence[np.ndarray]) -> Tensor:

@@ -18,7 +18,7 @@ EMBEDDED_CLIP = "embedded-clip"  # it knows the subjects of the embedded models 
 FID_BACKENDS = ("mame-sd", "clean-fid")  # whose code may compute FID
 FEW_IMAGES = 2048  # below, a Frechet distance is biased upward enough to mislead
 
-Needs = Literal["pair", "image", "set", "sets", "alone", "time"]
+Needs = Literal["pair", "image", "set", "alone", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,7 @@ class Metric(Column):
 
     Attributes:
         needs: what it is computed on: "pair" (an image and the baseline's), "image" (an image and
-            its prompt), "set" (all images and the reference's), "sets" (all images and the
-            baseline's), "alone" (all images), or "time".
+            its prompt), "set" (all images and the reference's), "alone" (all images), or "time".
         digits: digits after the decimal point.
         network: the network that it uses: a name in the list of weights, or "clip" for any CLIP.
     """
@@ -38,13 +37,11 @@ class Metric(Column):
     network: str | None = None
 
 
-def fidelity(
-    name: str, label: str, better: Better, about: str, needs: Needs = "pair", **more: Any
-) -> Metric:
-    """Return a metric of images, or answers, and the baseline's."""
+def fidelity(name: str, label: str, better: Better, about: str, **more: Any) -> Metric:
+    """Return a metric of images and the baseline's."""
     block: Block = "fidelity"
     return Metric(
-        name=name, label=label, better=better, block=block, needs=needs, about=about, **more
+        name=name, label=label, better=better, block=block, needs="pair", about=about, **more
     )
 
 
@@ -70,19 +67,16 @@ _OBJECT = (
     " border."
 )
 _SSIM = "Structural similarity to the baseline's image, Gaussian window of 11 pixels."
-_COSINE = "Cosine of the CLIP embeddings of the image and the baseline's."
-_TO_BASELINE = "Frechet distance to the baseline's images: fidelity, not quality."
 _FID = "Frechet Inception distance to the reference set."
 _IS = "Inception score; at most the number of images in a split."
 _CLIP = "100 x cosine of the CLIP embeddings of image and prompt (77 tokens)."
 _LATENCY = "Seconds per image from prompt to pixels: median and quartiles of interleaved rounds."
 _SPEEDUP = (
-    "Seconds of the baseline divided by the row's in the same round: median of rounds with its"
-    " 95 % interval, below 6 rounds with their range. By CPU time if seconds are withheld."
+    "Seconds of the baseline divided by the row's in the same round, CPU seconds on a CPU: median"
+    " of rounds with its 95 % interval, below 6 rounds with their range."
 )
 _CPU = "CPU seconds of all cores per image, which other programs hardly change; only on a CPU."
 _MEMORY = "Largest total of tensors at once, weights included."
-_CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; only on a CPU."
 _FD = (
     "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to the reference"
     " set."
@@ -99,8 +93,6 @@ _EVERY = (
     fidelity("psnr", "PSNR", "higher", _PSNR, unit="dB", digits=2),
     fidelity("psnr_object", "PSNR of the object", "higher", _OBJECT, unit="dB", digits=2),
     fidelity("ssim", "SSIM", "higher", _SSIM),
-    fidelity("clip_image", "CLIP image cosine", "higher", _COSINE, network="clip"),
-    fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
     quality("fid", "FID", about=_FID, **_INCEPTION_SETS),
     quality("kid", "KID", about=_KID_INCEPTION, **_INCEPTION_SETS),
     quality("fd_dinov2", "FD-DINOv2", about=_FD, **_DINO_SETS),
@@ -110,7 +102,6 @@ _EVERY = (
     cost("latency", "Latency", "s", 2, _LATENCY),
     cost("speedup", "Times as fast", "", 2, _SPEEDUP, better="higher"),
     cost("cpu", "CPU time", "s", 2, _CPU),
-    cost("cpu_speedup", "Times as fast, CPU", "", 2, _CPU_SPEEDUP, better="higher"),
     cost("memory", "Peak memory", "MiB", 0, _MEMORY),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _EVERY}

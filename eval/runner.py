@@ -43,8 +43,7 @@ class Store:
         path: the file; it begins with the first line that is added.
         form: name and version of the format, which the first line must have.
         what: what the lines are, for errors.
-        about: everything that the lines depend on besides their keys, as JSON values. If None, the
-            file is only read, whatever it depends on.
+        about: everything that the lines depend on besides their keys, as JSON values.
         keys: the entries that identify a line; a later line replaces an earlier one.
         fresh: if True, lines that depend on other values are dropped; otherwise they are an error.
 
@@ -60,7 +59,7 @@ class Store:
         path: Path,
         form: str,
         what: str,
-        about: Mapping[str, Any] | None,
+        about: Mapping[str, Any],
         keys: tuple[str, ...],
         fresh: bool = False,
     ) -> None:
@@ -79,7 +78,7 @@ class Store:
             if read[0]["format"] != form:
                 raise ValueError(repr(read[0]["format"]))
             lines = {self.key(line): line for line in read[1:]}
-            same = about is None or read[0]["about"] == json.loads(json.dumps(about))
+            same = read[0]["about"] == json.loads(json.dumps(about))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise self.refused(error) from None
         if lines and not same and not fresh:
@@ -129,15 +128,14 @@ def measure_cases(
         store: holds the results.
         cases: the cases, in the order in which they are measured.
         rows: the rows.
-        measure: measures some rows on a case, and yields each row with its result. It may leave
-            rows out.
+        measure: measures some rows on a case, and yields each row with its result.
         key: returns the entries that identify the result of a row on a case.
         together: if True, rows are only comparable if they are measured one right after another,
             as seconds are. Then a case that lacks a row is measured whole, its rows are taken in
             turning order, and its results are added when all of them are there.
         warm_up: called with each row before the first case is measured.
         on_progress: called with the number of results done and of all results, before the first
-            case and after each result. Rows that `measure` leaves out count as done.
+            case and after each result.
     """
     lacking = {
         number: [row for row in rows if store.key(key(case, row)) not in store.lines]
@@ -153,7 +151,7 @@ def measure_cases(
     for number, case in enumerate(cases):
         if not lacking[number]:
             continue
-        results, end = [], done + len(lacking[number])
+        results = []
         for row, result in measure(case, lacking[number]):
             if together:
                 results.append((row, result))
@@ -163,6 +161,3 @@ def measure_cases(
             on_progress(done, total)
         for row, result in results:
             store.add({**key(case, row), **result})
-        if done < end:  # rows that were left out
-            done = end
-            on_progress(done, total)

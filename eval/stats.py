@@ -68,11 +68,10 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
 
 def _expanded(n: int) -> tuple[float, float]:
     """Return the levels of the percentiles of `n` values' resampled mean that give LEVEL."""
-    # t = sqrt(n - 1) tan(angle), of which the density is cos(angle)^(n - 2)
-    angle = np.linspace(0, np.pi / 2, 100_001)
-    share = np.cumsum(np.cos(angle) ** (n - 2))
-    t = math.sqrt(n - 1) * math.tan(angle[np.searchsorted(share, LEVEL * share[-1])])
-    tail = NormalDist().cdf(-t * math.sqrt(n / (n - 1)))
+    from scipy.stats import t
+
+    quantile = t.ppf((1 + LEVEL) / 2, n - 1)
+    tail = NormalDist().cdf(-quantile * math.sqrt(n / (n - 1)))
     return tail, 1 - tail
 
 
@@ -87,11 +86,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     ((2.0, 1.0, 3.0), (5.0, 2.0, 8.0))
     """
     ordered, n = sorted(map(float, values)), len(values)
-    # of the 2^n ways in which values lie below or above the median, those with at most `cut` below
-    cut, outside = 0, 1
-    while 2 * (outside + math.comb(n, cut + 1)) <= (1 - LEVEL) * 2**n:
-        cut += 1
-        outside += math.comb(n, cut)
+    from scipy.stats import binom
+
+    cut = max(0, int(binom.ppf((1 - LEVEL) / 2, n, 0.5)) - 1)
     return float(np.median(ordered)), ordered[cut], ordered[n - 1 - cut]
 
 

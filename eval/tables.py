@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
 
-from .results.schema import NOT_YET, Family, MethodResult
-
 T = TypeVar("T")
 
 
@@ -20,30 +18,12 @@ class Row:
     Attributes:
         name: name for --rows, which can be a file's name.
         label: label for tables.
-        family: family of rows that belong together, one of `results.schema.Family`.
         method: what it does. If None, nothing: the model as it is.
-        default: True if it is what a user gets who changes no setting.
     """
 
     name: str
     label: str
-    family: Family = "rival"
     method: Any = None
-    default: bool = False
-
-    def line(
-        self, config: Mapping[str, Any], reason: str = NOT_YET, run: str | None = None
-    ) -> MethodResult:
-        """Return its result before anything is measured; arguments are those of `MethodResult`."""
-        return MethodResult(
-            name=self.name,
-            label=self.label,
-            family=self.family,
-            default=self.default,
-            config=config,
-            reason=reason,
-            run=run,
-        )
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -135,17 +135,8 @@ def test_the_unets_are_the_published_ones(config: dict[str, Any], millions: floa
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)
 
 
-CPU = torch.device("cpu")
-
-
-def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seconds, times = attention.row(64, 1, CPU, torch.float32, 2)
+def test_attention_is_timed_next_to_all_keys() -> None:
+    seconds, times = attention.row(64, 1, 2)
     assert seconds > 0
     assert len(times) == len(attention.KEEPS)
     assert min(times) > 0
-    fault = torch.float32  # computes nothing in it
-    monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
-    with pytest.raises(SystemExit, match="expected float64's output"):
-        attention.row(64, 1, CPU, fault, 1)

@@ -8,7 +8,7 @@ pipeline. The result is one JSON file, which `markdown` formats as the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from .suites import Suite
 FORMAT = "mame-sd readme 1"
 # In front of a table in a page: the file; then, if not all of it is shown, its cases and rows.
 MARKER = "<!-- table of {}{} -->"
-NEAR = ("psnr", "psnr_object", "lpips", "latency", "speedup", "cpu", "cpu_speedup")
+NEAR = ("psnr", "psnr_object", "lpips", "latency", "speedup", "cpu")
 # FID and the Inception score are measured if --weights-dir has Inception's weights.
 SETS = ("fid", "is", "fd_dinov2", "kid_dinov2", "clip_score")
 # The rows of a case: our settings, fewer steps, what does nothing clever, others' methods.
@@ -47,27 +47,18 @@ class Case:
     Attributes:
         title: Head of the column, before the number of prompts or draws.
         suite: The suite. Without a pipeline, its prompts are batches of samples ("draws").
-        quick: (prompts, rounds of timing) of --quick. If None, --quick leaves the case out.
         load: Returns a model that is no text-to-image pipeline; raises UserError or MachineError if
             its weights can't be had. If None, the model is the suite's.
     """
 
     title: str
     suite: Suite
-    quick: tuple[int, int] | None
     load: Callable[[], Sampler] | None = None
 
     @property
     def name(self) -> str:
         """Name of the case, which is also that of its folder or file."""
         return self.suite.name
-
-    def of(self, quick: bool, num: int | None = None) -> Suite | None:
-        """Return the suite to run, with `num` prompts; None if --quick leaves the case out."""
-        if quick and self.quick is None:
-            return None
-        some, rounds = self.quick if quick and self.quick else (self.suite.num, self.suite.rounds)
-        return replace(self.suite, num=some if num is None else num, rounds=rounds)
 
     def rows(self, names: str | None = None, own: Sequence[str] = ()) -> list[Row]:
         """Return the case's rows.
@@ -86,7 +77,6 @@ def _case(
     num: int,
     steps: int,
     rows: str,
-    quick: tuple[int, int] | None,
     rounds: int = 9,
     load: Callable[[], Sampler] | None = None,
     **more: Any,
@@ -97,7 +87,7 @@ def _case(
         name=name, about=f"README's column: {title}.", model=f"embedded-{model}", prompts="drawn",
         num=num, steps=steps, rows=rows, rounds=rounds, held_out=True, **fields,
     )  # fmt: skip
-    return Case(title=title, suite=suite, quick=quick, load=load)
+    return Case(title=title, suite=suite, load=load)
 
 
 def _terrain() -> Sampler:
@@ -133,45 +123,44 @@ def _instrument(name: str) -> Sampler:
 CASES = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
-        f"mame-default,{FEWER},{COPIED},{PLAIN},toma-50,{PAPER}", (16, 3),
+        f"mame-default,{FEWER},{COPIED},{PLAIN},toma-50,{PAPER}",
         own=(*TEXT, *RESTORED),
     ),
     _case(
         "transformer-8", "transformer, 8 steps", "transformer", 32, 8,
-        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (4, 1), own=(*TEXT, *RESTORED),
+        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", own=(*TEXT, *RESTORED),
     ),
     _case(
         "transformer-guided", "transformer, 4 steps, guidance 7.5", "transformer", 32, 4,
-        f"mame-default,{FEWER},random-0.25", (6, 1), guidance=7.5,
+        f"mame-default,{FEWER},random-0.25", guidance=7.5,
         own=(*TEXT, *RESTORED),
     ),
     _case(
         "unet-4", "UNet, 4 steps", "unet", 8, 4,
-        f"mame-default,{FEWER},{PLAIN},tomesd-25,tomesd-50,{PAPER}", (1, 1),
+        f"mame-default,{FEWER},{PLAIN},tomesd-25,tomesd-50,{PAPER}",
     ),
     _case(
         "terrain", "published UNet of terrain", "", 10, 1,
-        "mame-default,unfitted-0.25,random-0.25", (2, 2), load=_terrain,
+        "mame-default,unfitted-0.25,random-0.25", load=_terrain,
     ),
     _case(
         "few-steps", "transformer with a LoRA for 4 steps, no guidance", "transformer", 128, 4,
-        f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", (16, 3),
+        f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention",
         own=(*TEXT, *RESTORED), guidance=1.0, loras=("embedded-few-steps",),
     ),
     _case(
         "photographs", "transformer of photographs, 4 steps, guidance 2", "", 32, 4,
-        f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", (4, 4), own=RESTORED,
+        f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", own=RESTORED,
         load=partial(_instrument, "photographs"),
     ),
     _case(
         "video", "transformer of clips, 4 steps, guidance 2 (changes of frames)", "", 64, 4,
         f"mame-default,{FEWER},{COPIED},copied-frames,second-frames,random-0.25,mean-attention",
-        (2, 2),
         own=RESTORED, load=partial(_instrument, "video"),
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
-        f"mame-default,{COPIED},{FEWER},mean-attention", None, rounds=1,
+        f"mame-default,{COPIED},{FEWER},mean-attention", rounds=1,
         metrics=SETS, fetch=("dinov2-saliency", "clip"), other_seed=1,
     ),
 )  # fmt: skip
@@ -271,7 +260,7 @@ def _cell(values: Mapping[str, Any], brief: bool) -> str:
     ):  # fmt: skip
         if name in values:
             parts.append(f"{label} {values[name]['mean']:.{digits}f}")
-    speed = values.get("cpu_speedup")
+    speed = values.get("cpu_speedup", values.get("speedup"))  # the first of an earlier version
     if speed:
         low, high = speed["low"], speed["high"]
         between = "" if brief or low is None else f" ({low:.2f} to {high:.2f})"

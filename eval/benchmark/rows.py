@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 class Row(tables.Row):
     """One row of a benchmark.
 
-    Its family is baseline, tomesd, mame, rival, or floor. The floor is a change that is visible in
-    the images of every useful model.
-
     Attributes:
+        family: family of rows that belong together. The floor is a change that is visible in the
+            images of every useful model.
+        default: True if it is what a user gets who changes no setting.
         fewer: number of denoising steps that it leaves out.
     """
 
+    family: Family = "rival"
+    default: bool = False
     fewer: int = 0
 
     @property

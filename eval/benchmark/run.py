@@ -5,20 +5,16 @@
     OUT/results.json           all results so far, rewritten after each step
     OUT/report.html            made from results.json
 
-Images and timings continue where they were stopped, so the same command resumes a run. Several
-processes share the images; the main one does everything else.
+Images and timings continue where they were stopped, so the same command resumes a run.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
@@ -28,27 +24,25 @@ from mame_sd.runs.generate import environment, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import NotApplicable
-from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import METRICS, Metric
-from ..results.schema import NOT_YET, Picture, Results, Value
+from ..results.schema import NOT_YET, MethodResult, Picture, Results, Value
 from ..runner import Stage
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
-from ..scoring.score import cut_prompts, measured
-from ..scoring.sets import withheld, withheld_by
+from ..scoring.score import measured
+from ..scoring.sets import withheld
 from ..scoring.tools import Tools
 from ..stats import paired_difference
 from .bench import alike_batches, bench
-from .gates import ceiling_gate, repeat_gates, sensitivity
-from .results import BUSY, TIMINGS, commit, resumed, write_results
+from .gates import repeat_gates, sensitivity
+from .results import TIMINGS, commit, write_results
 from .rows import BASELINE, FLOOR, ONE_FEWER, RIVAL, Row
 from .suites import Suite
-from .timings import summary, timing_gate
+from .timings import summary
 
 GATE_BATCHES = 2
-CEILING = ("psnr", "lpips")
 
 
 @dataclass(kw_only=True)
@@ -56,21 +50,11 @@ class Benchmark:
     """One benchmark, which `run` executes.
 
     Attributes:
-        suite: the suite.
-        model: the model.
-        prompts: the prompts.
-        settings: settings of all images.
         rows: the rows; the first one is the baseline.
-        metrics: the metrics.
         reference: the set that quality is measured against. If None, distances are withheld.
-        out: folder of results.
-        tools: what computes metrics.
-        rounds: number of rounds of timing.
         stage: opens a step of that name and returns its progress callback.
         prompt_file: name and digest of the prompt file, for the manifest.
         command: the command that makes it again, for the report.
-        process: this process among several, which must have joined one another.
-        results: the results so far.
     """
 
     suite: Suite
@@ -86,7 +70,6 @@ class Benchmark:
     stage: Stage
     prompt_file: dict[str, Any] | None = None
     command: str = ""
-    process: Process = field(default_factory=Process)
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,34 +79,38 @@ class Benchmark:
         """Run everything in order.
 
         Returns:
-            The results; on the main process they are those of results.json.
+            The results, which are those of results.json.
 
         Raises:
             UserError, MachineError: what was done before is kept; the same call continues.
         """
-        self.results = resumed(self._before(), self.out)
-        self._save()
+        self.results = self._before()
         for row in self.rows:
             self._generate(row)
-        self.process.wait()  # the main process has written down what all have made
-        if self.process.is_main:
-            runs = {row.name: Run.open(self._run(row.name)) for row in self.results.measured}
-            check_foreign(self.reference, *runs.values())
-            self._time()  # before any network of a metric takes memory
-            for name, run in runs.items():
-                self._score(name, run, runs[BASELINE])
-            self._compare_rows(runs[BASELINE])
-            if any(row.name == FLOOR for row in self.results.measured):
-                self.results.sensitivity = sensitivity(self.results.measured, FLOOR, RIVAL)
-                self._save()
-            self._check(runs[BASELINE])
-        self.process.wait()
+        runs = {row.name: Run.open(self._run(row.name)) for row in self.results.measured}
+        check_foreign(self.reference, *runs.values())
+        self._time()  # before any network of a metric takes memory
+        for name, run in runs.items():
+            self._score(name, run, runs[BASELINE])
+        self._compare_rows(runs[BASELINE])
+        if any(row.name == FLOOR for row in self.results.measured):
+            self.results.sensitivity = sensitivity(self.results.measured, FLOOR)
+        self._check(runs[BASELINE])
         return self.results
 
     def _before(self) -> Results:
         """Return the results before anything is measured."""
         rows = [
-            row.line(row.config, row.lacking or NOT_YET, f"runs/{row.name}") for row in self.rows
+            MethodResult(
+                name=row.name,
+                label=row.label,
+                family=row.family,
+                default=row.default,
+                config=row.config,
+                reason=row.lacking or NOT_YET,
+                run=f"runs/{row.name}",
+            )
+            for row in self.rows
         ]
         jobs, settings = jobs_of(self.prompts, self.settings), self.settings
         about = {} if self.reference is None else self.reference.about()
@@ -164,7 +151,7 @@ class Benchmark:
                 "sha256": prompts_digest(self.prompts),
                 "file": self.prompt_file or {},
             },
-            "environment": {**environment(self.model.pipe.device), "processes": self.process.count},
+            "environment": environment(self.model.pipe.device),
             "attention": sorted({type(processor).__name__ for processor in processors.values()}),
             "latency": {
                 "rounds": self.rounds,
@@ -188,7 +175,6 @@ class Benchmark:
                     row.sampling(self.settings),
                     row.method,
                     self._run(row.name),
-                    process=self.process,
                     on_progress=on_progress,
                 )
         except NotApplicable as error:
@@ -202,7 +188,7 @@ class Benchmark:
         line = self.results.row(name)
         todo = []
         for metric in self.metrics:
-            if metric.needs == "time" or (name == BASELINE and metric.needs in ("pair", "sets")):
+            if metric.needs == "time" or (name == BASELINE and metric.needs == "pair"):
                 continue
             reason = self._withheld(metric, run)
             if reason is None:
@@ -211,7 +197,7 @@ class Benchmark:
                 line.values[metric.name] = Value(n=len(run.items), withheld=reason)
         pairs = pair(baseline, run)
         with self.stage(f"{line.label}: scores") as self.tools.on_progress:
-            scores = measured(baseline, run, pairs, self.reference, todo, self.tools)
+            scores = measured(run, pairs, self.reference, todo, self.tools)
         line.values |= {name: value for name, (value, _) in scores.items()}
         line.per_image |= {name: values for name, (_, values) in scores.items() if values}
         self._save()
@@ -222,11 +208,11 @@ class Benchmark:
         if reason is not None:
             return reason
         try:
-            network = self.tools.network(metric)
+            self.tools.network(metric)
         except (UserError, MachineError) as error:
             self._note(f"{metric.network}: {error}")
             return f"not measured: no weights of {metric.network}"
-        return withheld_by(metric, network, self.reference)
+        return None
 
     def _note(self, note: str) -> None:
         if note not in self.results.notes:
@@ -253,23 +239,12 @@ class Benchmark:
 
     def _check(self, baseline: Run) -> None:
         """Run the sanity gates."""
-        others = [row for row in self.results.measured if row.name not in (BASELINE, FLOOR)]
-        known = [
-            metric
-            for metric in self.metrics
-            if metric.name in CEILING and others and all(row.value(metric) for row in others)
-        ]
-        with self.stage("sanity gates") as self.tools.on_progress:
+        with self.stage("sanity gates"):
             batches = cut_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)
-            self.results.gates += repeat_gates(
+            self.results.gates = repeat_gates(
                 self.model, self.settings, batches[:GATE_BATCHES], baseline, MaMeConfig()
             )
-            gate = ceiling_gate(baseline, known, [row.values for row in others], self.tools)
-            self.results.gates += [] if gate is None else [gate]
         self.results.manifest["networks"] = self.tools.about()
-        cut, prompts = cut_prompts(self.metrics, baseline, self.tools)
-        if cut:
-            self._note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens).")
         self._save()
 
     def _time(self) -> None:
@@ -281,14 +256,8 @@ class Benchmark:
             timings = bench(
                 self.model, self.settings, batches, rows, self.rounds, record, on_progress
             )
-        here = getattr(os, "sched_getaffinity", None)
-        cores = len(here(0)) if here else os.cpu_count() or 1
-        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
-        self.results.gates = [gate]
-        if not gate.passed:
-            record.replace(self.out / BUSY)
         for row in rows:
-            costs = summary(timings[row.name], timings[BASELINE], not gate.passed)
+            costs = summary(timings[row.name], timings[BASELINE])
             self.results.row(row.name).values.update(
                 {m.name: costs[m.name] for m in self.metrics if m.name in costs}
             )
@@ -299,5 +268,4 @@ class Benchmark:
         return self.out / (self.results.row(name).run or "")
 
     def _save(self) -> None:
-        if self.process.is_main:
-            write_results(self.out, self.results)
+        write_results(self.out, self.results)

@@ -76,7 +76,7 @@ def measure_samples(
         seed: number of the first draw.
 
     Returns:
-        By row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians), and of clips
+        By row the values of "psnr" (mean of draws), "cpu" and "speedup" (medians), and of clips
         "psnr_changes", the PSNR of the differences between neighbouring frames.
 
     Raises:
@@ -158,4 +158,4 @@ def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, numbers: range) -
     seconds = [line["cpu"] for line in own.values()]
     base = [lines[number, BASELINE]["cpu"] for number in numbers]
     ratios = [b / o for b, o in zip(base, seconds, strict=True)]
-    return {**values, "cpu": of_draws(seconds), "cpu_speedup": of_draws(ratios)}
+    return {**values, "cpu": of_draws(seconds), "speedup": of_draws(ratios)}

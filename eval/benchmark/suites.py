@@ -19,7 +19,6 @@ class Suite:
     """One suite. Whatever the command line gives overrides it.
 
     Attributes:
-        name: its name.
         about: one line for the report, which adds what was really generated.
         model: as for ``generate``.
         loras: as for ``generate``.
@@ -27,14 +26,11 @@ class Suite:
         dtype: as for ``generate``.
         prompts: a prompt file, or "drawn" (from the embedded model's, half of them never trained
             on). If None, it must be given.
-        num: number of prompts.
-        steps: denoising steps.
         guidance: as for ``generate``. If None, the model's.
         seed: seed of images and drawn prompts.
         height: as for ``generate``. If None, the model's.
         width: as for ``generate``. If None, the model's.
         metrics: names of METRICS, in any order.
-        rounds: rounds of timing.
         fetch: networks (`Metric.network`) whose weights may be fetched; others are used if they are
             here. If None, all.
         rows: names of rows, separated by commas. If None, the usual ones.
@@ -103,7 +99,7 @@ SUITES = {
             seed=42,
             height=768,
             width=768,
-            metrics=(*_PAPER, "clip_image", "fid_to_baseline", *_COST),
+            metrics=(*_PAPER, *_COST),
             rounds=5,
             rows=f"tomesd-25,mame-0.7,{USUAL}",
         ),

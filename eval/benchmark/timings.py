@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..results.schema import Gate, Value
+from ..results.schema import Value
 from ..runner import Store, measure_cases
 from ..stats import median_interval
 from ..timing import quartiles, timed
@@ -18,10 +18,6 @@ from ..timing import quartiles, timed
 FORMAT = "mame-sd timings 3"
 KEYS = ("round", "method")
 MEBIBYTE = 2**20
-BUSY = "the machine was busy"
-TIMING_GATE = "timing on an idle machine"
-LARGEST_SPREAD = 0.25  # of the baseline's rounds: (longest - shortest) / median
-SMALLEST_SHARE = 0.6  # of the cores' time that the process had, at the median
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,7 @@ def timed_rounds(
 
 def check_record(path: Path) -> None:
     """Raise UserError if the file is no record of this version, which isn't ours to overwrite."""
-    store = Store(path, FORMAT, "timings", None, KEYS)
-    try:
-        for line in store.lines.values():
-            if any(not isinstance(one, int | float | None) for one in vars(_timing(line)).values()):
-                raise ValueError("timings that are no numbers")
-    except (ValueError, TypeError) as error:
-        raise store.refused(error) from None
+    Store(path, FORMAT, "timings", {}, KEYS, fresh=True)
 
 
 def _timing(line: Mapping[str, Any]) -> Timing:
@@ -130,55 +120,18 @@ def speedup(own: Sequence[float], baseline: Sequence[float]) -> Value:
     return replace(value, low=low, high=high) if len(ratios) > 1 else value
 
 
-def summary(
-    timings: Sequence[Timing], baseline: Sequence[Timing], withhold_seconds: bool = False
-) -> dict[str, Value]:
-    """Compute the cost metrics of one method.
+def summary(timings: Sequence[Timing], baseline: Sequence[Timing]) -> dict[str, Value]:
+    """Compute the cost metrics of one method from its timings and the baseline's, by metric.
 
-    Args:
-        timings: its timings.
-        baseline: timings of the unmerged model in the same rounds.
-        withhold_seconds: True if wall-clock seconds are invalid because the machine was busy.
-
-    Returns:
-        Median and quartiles of seconds, how many times as fast as the baseline it is, and the
-        highest peaks of memory, by metric.
+    They are median and quartiles of seconds, how many times as fast as the baseline it is, and the
+    highest peak of memory. On a CPU, "speedup" is that of CPU seconds, which other programs hardly
+    change.
     """
     seconds, theirs = ([timing.seconds for timing in them] for them in (timings, baseline))
     costs = {"latency": of_rounds(seconds), "speedup": speedup(seconds, theirs)}
-    if withhold_seconds:
-        costs = dict.fromkeys(costs, Value(n=len(timings), withheld=BUSY))
     cpu, cpu_theirs = ([t.cpu for t in them if t.cpu is not None] for them in (timings, baseline))
     if cpu:
-        costs |= {"cpu": of_rounds(cpu), "cpu_speedup": speedup(cpu, cpu_theirs)}
-        if withhold_seconds:
-            costs["speedup"] = replace(costs["cpu_speedup"], note="of CPU time")
+        costs |= {"cpu": of_rounds(cpu), "speedup": speedup(cpu, cpu_theirs)}
     if allocated := [t.allocated for t in timings if t.allocated is not None]:
         costs["memory"] = Value(mean=max(allocated) / MEBIBYTE, n=len(allocated))
     return costs
-
-
-def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> Gate:
-    """Check if wall-clock seconds of this machine are valid, as one of the sanity gates.
-
-    On a busy machine the baseline's rounds differ, and the process waits, so that its CPU seconds
-    are fewer than the wall-clock seconds. Then the latter are withheld.
-
-    Args:
-        timings: timings by row, in the order of rounds.
-        baseline: name of the unmerged row.
-        cores: number of threads that the process may use at once.
-    """
-    own = [timing.seconds for timing in timings[baseline]]
-    spread = (max(own) - min(own)) / quartiles(own)[1]
-    every = [timing for of_row in timings.values() for timing in of_row]
-    shares = [t.cpu / (t.seconds * cores) for t in every if t.cpu is not None]
-    share = quartiles(shares)[1] if shares else None
-    expected = f"at least 2 rounds, the baseline's at most {LARGEST_SPREAD:.0%} apart"
-    got = f"{len(own)} round{'s' * (len(own) != 1)}, {spread:.0%} apart"
-    passed = len(own) > 1 and spread <= LARGEST_SPREAD
-    if share is not None:
-        expected += f", {SMALLEST_SHARE:.0%} of the cores' time"
-        got += f", {share:.0%} of the time of {cores} core{'s' * (cores != 1)}"
-        passed = passed and share >= SMALLEST_SHARE
-    return Gate(TIMING_GATE, expected, got, passed, withholds=True)

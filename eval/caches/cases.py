@@ -1,15 +1,13 @@
 """Cut passages that a model continues after its cache was shortened.
 
-They come from a folder of HTML, Python and plain text. Files are divided into two halves by their
+They come from a folder of Python and plain text. Files are divided into two halves by their
 names: "development", on which a method may be tuned, and "report".
 """
 
 from __future__ import annotations
 
 import hashlib
-import html
 import random
-import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from mame_sd.runs.files import files_below
 
 from .settings import HALVES
 
-SUFFIXES = (".html", ".htm", ".py", ".txt", ".md", ".rst")
+SUFFIXES = (".py", ".txt", ".md", ".rst")
 _SHORTEST = 6_000  # characters of a file that is looked at
 
 
@@ -31,7 +29,6 @@ class Case:
 
     Attributes:
         name: name of its file, after that of its source.
-        prompt: the prompt.
         rest: what follows, which is read after the cache was shortened.
     """
 
@@ -41,18 +38,13 @@ class Case:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text without markup. Raise UserError if it can't be read."""
+    """Return a file's text. Raise UserError if it can't be read."""
     try:
-        text = path.read_bytes().decode("utf-8", "replace")
+        return path.read_bytes().decode("utf-8", "replace")
     except OSError as error:
         raise UserError(
             f"--texts: expected readable text in {path}, got: {error}; remove the file"
         ) from error
-    if path.suffix not in (".html", ".htm"):
-        return text
-    text = re.sub(r"(?s)<(script|style|head).*?</\1>", "", text)
-    text = html.unescape(re.sub(r"<[^>]+>", "", text))
-    return re.sub(r"\n\s*\n+", "\n\n", re.sub(r"[ \t]+", " ", text))
 
 
 def text_files(folder: Path | None) -> dict[str, list[Path]]:
@@ -108,7 +100,7 @@ def passages(
         paths = [path for path in paths if half_of(path) == half]
         random.Random(0).shuffle(paths)
         for path in paths:
-            text = "" if path.name.startswith("index") else read_text(path)  # a table of contents
+            text = read_text(path)
             ids = tokens(text) if len(text) >= _SHORTEST else []
             spare = len(ids) - length - rest
             if spare >= 50:

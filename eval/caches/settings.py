@@ -9,14 +9,7 @@ from mame_sd.errors import UserError
 from mame_sd.runs.files import check_folder
 from mame_sd.runs.options import option
 
-from ..tables import named
-
 HALVES = ("development", "report")
-# Names of `rows.all_rows`, which imports torch.
-ROWS = (
-    *("random", "snapkv", "h2o", "expected-attention"),
-    *("ours", "ours-keys", "paper", "kvzip"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +22,7 @@ class CacheSettings:
 
     out: Path = option(Path("out/cache"), "Folder for results.jsonl.", metavar="DIR")
     texts: Path | None = option(
-        None, "Folder of HTML, Python or plain text. Without it, Python's own.", metavar="DIR"
+        None, "Folder of Python or plain text. Without it, Python's own.", metavar="DIR"
     )
     half: str = option("report", "Which half of the files: report, or development to tune on.")
     num: int = option(40, "Passages of text.")
@@ -53,7 +46,6 @@ class CacheSettings:
                 raise UserError(f"--{name}: expected at least {least}, got {value}; raise it")
         if self.half not in HALVES:
             raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}; give one")
-        named(self.rows, dict.fromkeys(ROWS))
         for share in self.kept:
             if not 0 < share < 1:
                 raise UserError(

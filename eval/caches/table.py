@@ -14,8 +14,7 @@ from typing import Any
 
 from ..stats import mean_interval, paired_difference
 from ..tables import interval_cell, markdown_table
-from .rows import DEFAULT, PUBLISHED
-from .settings import ROWS
+from .rows import DEFAULT, PUBLISHED, all_rows
 
 MEANS = ("nll", "kept", "bytes")
 
@@ -26,7 +25,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "texts" has the means of each row and share, "ratios" the ratio of our KL to that of the best
     published method, with the paired difference.
     """
-    order = ("full", *ROWS)
+    order = ("full", *all_rows())
     lines = sorted(results, key=lambda line: (-line["share"], order.index(line["row"])))
     figures: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None}
     for share, of_share in groupby(lines, itemgetter("share")):

@@ -25,8 +25,7 @@ from ..networks.pretrained import load_dinov2, load_pretrained, load_smollm2, no
 
 MINI = "captioner.safetensors"  # in a folder: projector and updates of the mini LLaVA
 EMBEDDED = "embedded-captioner"  # the name of the one that this project trained
-MARK = "<image>"
-PROMPT = f"USER: {MARK}\nDescribe the image in one sentence. ASSISTANT:"
+PROMPT = "USER: <image>\nDescribe the image in one sentence. ASSISTANT:"
 _IMAGE = "<file_sep>"  # a word of SmolLM2's vocabulary that no text has
 _SIDE, _PATCH, _LAYER = 126, 14, -4
 
@@ -55,39 +54,24 @@ class Captioner:
         return placed(self.inputs(picture), self.model)
 
 
-def load_captioner(
-    choice: ModelChoice, prompt: str | None, weights_dir: Path | None = None
-) -> Captioner:
+def load_captioner(choice: ModelChoice, weights_dir: Path | None = None) -> Captioner:
     """Load the captioner of a folder or hub id, on its device.
 
     Args:
         choice: its model, dtype, device, revision and offline fields are used.
-        prompt: the prompt. If None, `PROMPT`.
         weights_dir: folder that is searched first for weights of the small LLaVA's parts.
 
     Raises:
-        UserError: the model is missing or isn't a LLaVA, the device is missing, or the
-            prompt doesn't fit the model.
+        UserError: the model is missing or isn't a LLaVA, or the device is missing.
     """
     mini = _mini_of(choice)
-    if prompt is not None and mini is not None:
-        raise UserError(
-            f"--prompt: expected none for {choice.model or EMBEDDED}, which was trained on its own,"
-            f" got {prompt!r}; leave it out"
-        )
-    if prompt is not None and prompt.count(MARK) != 1:
-        raise UserError(
-            f"--prompt: expected {MARK} once, where the picture stands, got {prompt!r}; put it in"
-        )
     device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
-    captioner = (
-        _published(choice, prompt, dtype) if mini is None else _mini(mini, weights_dir, choice)
-    )
+    captioner = _published(choice, dtype) if mini is None else _mini(mini, weights_dir, choice)
     return replace(captioner, model=captioner.model.eval().requires_grad_(False).to(device, dtype))
 
 
-def _published(choice: ModelChoice, prompt: str | None, dtype: torch.dtype) -> Captioner:
+def _published(choice: ModelChoice, dtype: torch.dtype) -> Captioner:
     """Load a LLaVA in transformers' format."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -102,7 +86,7 @@ def _published(choice: ModelChoice, prompt: str | None, dtype: torch.dtype) -> C
         )
 
     def inputs(picture: Image.Image) -> dict[str, Tensor]:
-        made = processor(images=[picture], text=[prompt or PROMPT], return_tensors="pt")
+        made = processor(images=[picture], text=[PROMPT], return_tensors="pt")
         return {name: value for name, value in made.items() if name != "token_type_ids"}
 
     return Captioner(model, inputs, lambda ids: _words(processor, ids))

@@ -26,7 +26,8 @@ from mame_sd.captions.shorten import PromptShortener
 from ..perception.rivals import rival_on
 from ..perception.rules import ToMe
 from ..tables import Row, named
-from .settings import SHARES
+
+SHARES = (0.5, 0.25, 0.11)
 
 On = Callable[
     [Any], AbstractContextManager[PromptShortener]

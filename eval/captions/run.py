@@ -37,7 +37,6 @@ from .rows import ROWS, chosen_rows
 from .settings import CaptionSettings
 
 BASELINE = "baseline"
-CHANCE = "the next picture's caption"
 FORMAT = "mame-sd captions 2"
 
 
@@ -71,11 +70,10 @@ def run_caption(
         "revision": choice.revision,
         "device": device.type,
         "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
-        "prompt": settings.prompt,
         "tokens": settings.tokens,
     }
     store = Store(settings.out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
-    captioner = load_captioner(choice, settings.prompt, settings.weights_dir)
+    captioner = load_captioner(choice, settings.weights_dir)
     caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
     return {"identity": identity, "rows": figures_of(store.lines, pictures, rows)}
 
@@ -101,7 +99,7 @@ def caption_pictures(
     names = list(pictures.files)
 
     def measure(name: str, missing: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        pixels = load_image(pictures.files[name], convert=True)
+        pixels = load_image(pictures.files[name])
         check_size(pixels, str(pictures.files[name]))
         inputs = captioner.call(Image.fromarray(pixels))
         unmerged: Tensor | None = None
@@ -157,8 +155,6 @@ def _read(captioner: Captioner, row: str, inputs: dict[str, Any], ids: list[int]
 def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dict[str, Any]]:
     """Return the figures of each row, the baseline first.
 
-    A last row scores the captions of other pictures, if there are any.
-
     Args:
         done: the lines of results.
         pictures: the pictures and their references.
@@ -170,7 +166,8 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
     kl = {row: {name: one["kl"] for name, one in every[row].items()} for row in rows[1:]}
     figures_by_row = []
     for row, records in every.items():
-        figures = {"row": row, **scored(records, pictures)}
+        captions = {name: str(one["caption"]) for name, one in records.items()}
+        figures: dict[str, Any] = {"row": row, **language_scores(captions, pictures.references)}
         if row in kl:
             interval = mean_interval(kl[row], each)
             figures["kl"] = interval["mean"]
@@ -183,29 +180,17 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
         if other != row and {row, other} <= kl.keys():
             figures["kl_over"] = paired_difference(kl[row], kl[other], each)
         figures_by_row.append(figures)
-    if len(names) == 1:  # there is no other picture
-        return figures_by_row
-    others = [*names[1:], names[0]]
-    turned = {name: every[BASELINE][other] for name, other in zip(names, others, strict=True)}
-    return [*figures_by_row, {**figures_by_row[0], "row": "chance", **scored(turned, pictures)}]
-
-
-def scored(records: Mapping[str, Mapping[str, Any]], pictures: Pictures) -> dict[str, Any]:
-    """Score one caption of each picture."""
-    captions = {name: str(one["caption"]) for name, one in records.items()}
-    scores: dict[str, Any] = {**language_scores(captions, pictures.references)}
-    scores["words"] = float(np.mean([len(one.split()) for one in captions.values()]))
-    return scores
+    return figures_by_row
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Format the figures as a Markdown table."""
     columns = {"visual": ".1f", "kl": ".3f", **dict.fromkeys(SCORES, ".3f")}
-    columns |= {"words": ".1f", "first_share": ".2f", "whole_share": ".2f"}
+    columns |= {"first_share": ".2f", "whole_share": ".2f"}
     heads = {"kl": "KL", "first_share": "first token", "whole_share": "caption"}
     lines, notes = [], []
     for row in result["rows"]:
-        label = ROWS[row["row"]].label if row["row"] in ROWS else CHANCE
+        label = ROWS[row["row"]].label
         cells = (format(row[name], form) if name in row else "" for name, form in columns.items())
         lines.append([label, *cells])
         if "kl_over" in row:

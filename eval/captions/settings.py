@@ -9,15 +9,6 @@ from mame_sd.errors import UserError
 from mame_sd.runs.files import check_folder
 from mame_sd.runs.options import option
 
-from ..tables import named
-
-SHARES = (0.5, 0.25, 0.11)
-# Names of `rows.ROWS`, which import torch.
-ROWS = (
-    *("baseline", "tome", "plain-0.8"),
-    *(f"{kind}-{share}" for kind in ("keep", "random", "divprune") for share in SHARES),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings:
@@ -38,14 +29,12 @@ class CaptionSettings:
         metavar="NAMES",
     )
     num: int | None = option(None, "So many pictures.")
-    prompt: str | None = option(None, "What is asked, with <image> in it.", metavar="TEXT")
     tokens: int = option(48, "Tokens of a caption at most.")
     weights_dir: Path | None = option(
         None, "Folder with weights of metrics, looked into first.", metavar="DIR"
     )
 
     def __post_init__(self) -> None:
-        named(self.rows, dict.fromkeys(ROWS))
         for name, value in (("data", self.data), ("references", self.references)):
             if value is None:
                 raise UserError(f"--{name}: expected a path, got none; give it")

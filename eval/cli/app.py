@@ -27,6 +27,7 @@ from .. import PROGRAM
 from ..benchmark.suites import README, suite_named
 from ..caches.settings import CacheSettings
 from ..captions.settings import CaptionSettings
+from ..perception.settings import ClassifySettings
 from ..tables import named
 from .options import (
     CAPTIONER,
@@ -35,7 +36,6 @@ from .options import (
     SUITE_SAMPLING,
     WEIGHTS_HELP,
     BenchmarkOptions,
-    ClassifyOptions,
     ScoringOptions,
 )
 from .prompts import prompts_of_file
@@ -123,9 +123,8 @@ def benchmark_command(
     place = options.out or Path("out") / suite
     chosen = None if suite == README else suite_named(suite)
     if chosen is not None:
-        for given, name in ((options.quick, "--quick"), (options.case, "--case")):
-            if given:
-                raise unexpected(name, f"--suite {README}", suite, "leave it out, or give that")
+        if options.case:
+            raise unexpected("--case", f"--suite {README}", suite, "leave it out, or give that")
         prompts_of_file(chosen, prompts, options.held_out)
     elif (
         model.model is not None or model.loras or prompts.file is not None or {*sampling} - {"seed"}
@@ -150,17 +149,15 @@ def benchmark_command(
         answer(f"{markdown(stored)}\n\n{place / 'readme.json'}", stored)
         return
     results = run_benchmark(chosen, place, prompts, options, model, sampling, again)
-    if results is not None:
-        from ..report import summary
+    from ..report import summary
 
-        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
+    answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
-@command(app, "classify", options=FieldOptions(ClassifyOptions), model=ENCODER)
+@command(app, "classify", settings=FieldOptions(ClassifySettings), model=ENCODER)
 def classify_command(
     *,
-    context: typer.Context,
-    options: ClassifyOptions,
+    settings: ClassifySettings,
     model: ModelChoice,
 ) -> None:
     """Measure speed and accuracy of a merged vision transformer next to its rivals.
@@ -169,15 +166,16 @@ def classify_command(
     """
     from ..perception.rows import chosen_rows
 
-    chosen = chosen_rows(options.suite, options.rows)
-    from .benchmark import command_again
-    from .classify import run_classify
+    chosen = chosen_rows(settings.suite, settings.rows)
+    from mame_sd.runs.processes import this_process
 
-    place = options.out or Path("out") / f"classify-{options.suite}"
-    results = run_classify(options, chosen, place, model, command_again(context.obj))
-    from ..report import summary
+    from ..perception.run import run_classify, table
+    from .benchmark import stage
 
-    answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
+    if this_process().count > 1:
+        raise UserError("classify: expected one process, got several; start it alone")
+    found = run_classify(settings, chosen, model, stage, note)
+    answer(table(found), found)
 
 
 @command(app, "caption", settings=FieldOptions(CaptionSettings), model=CAPTIONER)
@@ -216,25 +214,6 @@ def cache_command(
     answer(format_table(found), found)
 
 
-@command(app, "report")
-def report_command(
-    out: Annotated[
-        Path, typer.Argument(help="Folder of a benchmark.", metavar="OUT", show_default=False)
-    ],
-) -> None:
-    """Write the report of a benchmark again, from its results.json."""
-    if not os.path.exists(out / "results.json"):
-        got = "one without results.json" if os.path.isdir(out) else "no such folder"
-        raise unexpected(str(out), "the folder of a benchmark", got, "run benchmark first")
-    from ..benchmark.results import read_results
-
-    results = read_results(out)
-    from ..report import render
-
-    render(results, out)
-    answer(str(out / "report.html"), {"report": str(out / "report.html")})
-
-
 @command(app, "weights")
 def weights_command(
     names: Annotated[
@@ -254,17 +233,6 @@ def weights_command(
         get_weights(names or [], weights_dir, note)
     found = [one for one in status(weights_dir) if one.name in chosen]
     answer("\n".join(weights_lines(found)), {"weights": [asdict(one) for one in found]})
-
-
-@command(app, "doctor", model=MODEL)
-def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
-    """Say what this machine can evaluate, in addition to what `mame-sd doctor` says."""
-    check_folder("--weights-dir", weights_dir)
-    from mame_sd.cli.doctor import examine, print_checks
-
-    from .weights import weights_checks
-
-    print_checks([*examine(model), *weights_checks(weights_dir)])
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.runs.processes import Process, joined, this_process
+from mame_sd.runs.processes import this_process
 from mame_sd.runs.prompt_files import Prompt
 
 from .. import PROGRAM
@@ -42,7 +42,7 @@ def run_benchmark(
     model: ModelChoice,
     sampling: dict[str, Any],
     command: str,
-) -> Results | None:
+) -> Results:
     """Run a suite, overridden by what was given, and write its report.
 
     Args:
@@ -54,14 +54,13 @@ def run_benchmark(
         sampling: fields of GenerateSettings instead of the suite's.
         command: command that makes the report again.
 
-    Returns:
-        The results; None if this is not the main process.
-
     Raises:
         UserError, MachineError: what was done before is kept, and the same call continues.
     """
     from ..report import render
 
+    if this_process().count > 1:
+        raise UserError("benchmark: expected one process, got several; start it alone")
     check_out(out)
     own = () if options.rows else suite.own
     wanted = chosen_rows(options.rows or suite.rows, [*own, *options.row])
@@ -78,7 +77,6 @@ def run_benchmark(
                 " give others"
             )
         against = open_reference(reference)
-    process = this_process()
     clip = options.clip
     if clip is None and choice.embedded and "clip" in embedded_models():
         clip = EMBEDDED_CLIP
@@ -86,38 +84,33 @@ def run_benchmark(
         weights_dir=options.weights_dir,
         offline=model.offline,
         fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
-        device=pick_device(choice.device, process.local_rank),
+        device=pick_device(choice.device),
         clip=clip or CLIPS[0],
     )
-    loaded = load_model(choice, process.local_rank)
+    loaded = load_model(choice)
     counts_memory = tools.device.type in ("cuda", "cpu")
-    with joined(process):
-        if against is None and suite.other_seed is not None:
-            against = _other_seed(suite.other_seed, loaded, chosen, settings, out, process)
-        benchmark = Benchmark(
-            suite=suite,
-            model=loaded,
-            prompts=chosen,
-            settings=settings,
-            rows=wanted,
-            metrics=[
-                metric
-                for name, metric in METRICS.items()
-                # Other devices than these two count no memory.
-                if name in suite.metrics and (counts_memory or not name.startswith("memory"))
-            ],
-            reference=against,
-            out=out,
-            tools=tools,
-            stage=stages(process),
-            rounds=options.rounds or suite.rounds,
-            prompt_file=prompt_file,
-            command=command,
-            process=process,
-        )
-        results = benchmark.run()
-    if not process.is_main:
-        return None
+    if against is None and suite.other_seed is not None:
+        against = _other_seed(suite.other_seed, loaded, chosen, settings, out)
+    results = Benchmark(
+        suite=suite,
+        model=loaded,
+        prompts=chosen,
+        settings=settings,
+        rows=wanted,
+        metrics=[
+            metric
+            for name, metric in METRICS.items()
+            # Other devices than these two count no memory.
+            if name in suite.metrics and (counts_memory or not name.startswith("memory"))
+        ],
+        reference=against,
+        out=out,
+        tools=tools,
+        stage=stage,
+        rounds=options.rounds or suite.rounds,
+        prompt_file=prompt_file,
+        command=command,
+    ).run()
     render(results, out)
     check_gates(results, out)
     return results
@@ -129,13 +122,12 @@ def _other_seed(
     prompts: Sequence[Prompt],
     settings: GenerateSettings,
     out: Path,
-    process: Process,
 ) -> Reference:
     """Return a reference set of the unmerged model's images from other noise."""
     folder = out / "runs" / f"seed-{seed}"
-    with stages(process)(f"unmerged images of seed {seed}") as on_progress:
+    with stage(f"unmerged images of seed {seed}") as on_progress:
         other = replace(settings, seed=seed)
-        generate(model, prompts, other, None, folder, process=process, on_progress=on_progress)
+        generate(model, prompts, other, None, folder, on_progress=on_progress)
     return open_reference(folder)
 
 
@@ -166,17 +158,13 @@ def command_again(arguments: Sequence[str]) -> str:
     return shlex.join([PROGRAM, *kept])
 
 
-def stages(process: Process) -> Callable[[str], Any]:
-    """Return a `Stage` that names on stderr what is being done, with a bar on a terminal."""
-
-    @contextmanager
-    def stage(name: str) -> Iterator[Callable[[int, int], None]]:
-        if process.is_main and not OUTPUT.get().quiet:
-            say(f"{name} ...")
-        with progress("images", process.is_main) as on_progress:
-            yield on_progress
-
-    return stage
+@contextmanager
+def stage(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Name on stderr what is being done, with a bar on a terminal; see `runner.Stage`."""
+    if not OUTPUT.get().quiet:
+        say(f"{name} ...")
+    with progress("images") as on_progress:
+        yield on_progress
 
 
 def _suite_model(suite: Suite, given: ModelChoice) -> ModelChoice:

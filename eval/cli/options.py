@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +12,8 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 
-from ..benchmark.suites import README
-from ..benchmark.suites import SUITES as GENERATION_SUITES
+from ..benchmark.suites import README, SUITES
 from ..metric_list import FID_BACKENDS
-from ..perception.rows import SUITES
 
 WEIGHTS_HELP = "Folder with weights of metrics, searched first."
 
@@ -49,8 +46,8 @@ class MetricOptions:
 
     reference: Path | None = option(
         None,
-        "Images to measure quality against: a folder, or an .npz of statistics.",
-        metavar="DIR|NPZ",
+        "Folder of images to measure quality against.",
+        metavar="DIR",
     )
     weights_dir: Path | None = option(None, WEIGHTS_HELP, metavar="DIR")
     clip: str | None = option(
@@ -61,18 +58,14 @@ class MetricOptions:
 
     def __post_init__(self) -> None:
         check_folder("--weights-dir", self.weights_dir)
-        # A file holds statistics.
-        if self.reference is not None and not os.path.isfile(self.reference):
-            check_folder("--reference", self.reference)
+        check_folder("--reference", self.reference)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions(MetricOptions):
     """What a benchmark of generation compares, and with what."""
 
-    suite: str = option(
-        "quick", f"One of {', '.join((*GENERATION_SUITES, README))}.", metavar="NAME"
-    )
+    suite: str = option("quick", f"One of {', '.join((*SUITES, README))}.", metavar="NAME")
     out: Path | None = option(
         None,
         "Folder: new, empty, or begun by the same command. By default out/SUITE.",
@@ -90,7 +83,6 @@ class BenchmarkOptions(MetricOptions):
         metavar="SETTINGS",
     )
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
-    quick: bool = option(False, "With --suite readme: few prompts, in minutes instead of hours.")
     case: str | None = option(
         None, "With --suite readme: the only case to measure, such as video.", metavar="NAME"
     )
@@ -98,7 +90,8 @@ class BenchmarkOptions(MetricOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rounds(1 if self.rounds is None else self.rounds)
+        if self.rounds is not None and self.rounds < 1:
+            raise unexpected("--rounds", "at least 1", self.rounds, "raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,53 +116,3 @@ class ScoringOptions(MetricOptions):
         if self.fid_backend not in FID_BACKENDS:
             allowed = " or ".join(FID_BACKENDS)
             raise unexpected("--fid-backend", allowed, repr(self.fid_backend), "give one of these")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifyOptions:
-    """What a vision transformer answers, and how it is measured."""
-
-    suite: str = option("vit", f"One of {', '.join(SUITES)}.", metavar="NAME")
-    out: Path | None = option(
-        None,
-        "Folder: new, empty, or begun by the same command. By default out/classify-SUITE.",
-        metavar="DIR",
-    )
-    rows: str | None = option(
-        None,
-        "Rows to run instead of the suite's, such as mame-0.8, tome-8 or tome@mame-0.8.",
-        metavar="NAMES",
-    )
-    data: Path | None = option(
-        None,
-        "Required. Folder of class folders as torchvision reads them, or of unlabelled images.",
-        metavar="DIR",
-    )
-    num: int | None = option(None, "Use only NUM images, drawn with a fixed seed.", metavar="NUM")
-    classes: Path | None = option(
-        None,
-        "Zero-shot: text file of class names, one per line, in the order of class folders.",
-        metavar="FILE",
-    )
-    templates: Path | None = option(
-        None, "Zero-shot: text file of prompts with {} for the name, a line each.", metavar="FILE"
-    )
-    batch_size: int = option(
-        32, "Images in a batch. With tau, all keep as many tokens as the image that keeps most."
-    )
-    rounds: int = option(5, "Rounds of timing; each times every row once.")
-
-    def __post_init__(self) -> None:
-        if self.data is None:
-            raise unexpected("--data", "a folder of class folders or of images", "none", "give one")
-        check_folder("--data", self.data)
-        check_rounds(self.rounds)
-        for flag, value in (("--num", self.num), ("--batch-size", self.batch_size)):
-            if value is not None and value < 1:
-                raise unexpected(flag, "at least 1", value, "raise it")
-
-
-def check_rounds(rounds: int) -> None:
-    """Raise UserError for fewer rounds of timing than one."""
-    if rounds < 1:
-        raise unexpected("--rounds", "at least 1", rounds, "raise it")

@@ -17,12 +17,9 @@ from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import this_process
 
 from ..benchmark.readme import CASES, Case, of_results, stored, stored_case
-from ..benchmark.results import NAME as RESULTS
-from ..benchmark.results import commit, read_results
+from ..benchmark.results import commit
 from ..benchmark.samples import measure_samples
-from ..benchmark.suites import Suite
-from ..results.schema import Results
-from .benchmark import run_benchmark, stages
+from .benchmark import run_benchmark, stage
 from .options import BenchmarkOptions
 
 
@@ -36,9 +33,8 @@ def run_readme(
 ) -> dict[str, Any]:
     """Measure every case, or the one that `options` names, into a folder below `out`.
 
-    `out`/readme.json is written after each case, and a case that is finished is not run again. On
-    a CPU one thread computes, so that CPU seconds are those of the work alone. If `sampling` has
-    a seed, the cases begin with other noise.
+    `out`/readme.json is written after each case. On a CPU one thread computes, so that CPU seconds
+    are those of the work alone. If `sampling` has a seed, the cases begin with other noise.
 
     Returns:
         what readme.json holds.
@@ -57,7 +53,7 @@ def run_readme(
         case.rows(options.rows, options.row)
     _check_out(out)
     torch.set_num_threads(1)
-    about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
+    about = {**environment(torch.device("cpu")), "command": command}
     found: dict[str, Any] = {}
     for case in cases:
         one = _measured(case, out, prompts, options, model, sampling, command)
@@ -91,37 +87,23 @@ def _measured(
     sampling: dict[str, Any],
     command: str,
 ) -> dict[str, Any] | None:
-    """Return what is stored of a case; None if --quick omits it, or its weights can't be had."""
-    place, suite = out / case.name, case.of(options.quick, prompts.num)
-    if suite is None:
-        return None
+    """Return what is stored of a case, or None if its weights can't be had."""
+    place, suite = out / case.name, case.suite
     if case.load is None:
-        results = _finished(place, case, suite, options, command)
-        results = results or run_benchmark(suite, place, prompts, options, model, sampling, command)
-        return None if results is None else of_results(case, results)
+        results = run_benchmark(suite, place, prompts, options, model, sampling, command)
+        return of_results(case, results)
     rows = case.rows(options.rows, options.row)
     try:
         sampler = case.load()
     except (UserError, MachineError) as error:
         note(f"left out: {case.title} ({error})")
         return None
-    with stages(this_process())(f"{case.title}: samples") as on_progress:
+    draws = suite.num if prompts.num is None else prompts.num
+    with stage(f"{case.title}: samples") as on_progress:
         values = measure_samples(
-            sampler, rows, suite.num, suite.steps, place.with_suffix(".jsonl"), on_progress, note,
+            sampler, rows, draws, suite.steps, place.with_suffix(".jsonl"), on_progress, note,
             sampling.get("seed", 0),
         )  # fmt: skip
     made = {"command": command, "commit": commit()}
     by_row = [(row, values[row.name]) for row in rows if row.name in values]
-    return stored_case(f"{case.title}, {suite.num} draws", made, by_row)
-
-
-def _finished(
-    place: Path, case: Case, suite: Suite, options: BenchmarkOptions, command: str
-) -> Results | None:
-    """Return the results of a case that an earlier start of the same command has finished."""
-    if not (place / RESULTS).exists() or not (place / "report.html").exists():
-        return None
-    results = read_results(place)
-    wanted = [row.name for row in case.rows(options.rows, options.row)]
-    same = [row.name for row in results.rows] == wanted and results.images == suite.num
-    return results if same and results.manifest.get("command") == command else None
+    return stored_case(f"{case.title}, {draws} draws", made, by_row)

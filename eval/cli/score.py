@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ from mame_sd.runs.files import shown
 from mame_sd.runs.generate import versions
 from mame_sd.runs.run_folder import differences, in_short
 
-from ..images import size_of, turned_note
 from ..metric_list import METRICS, Metric
 from ..results.schema import Value
-from ..scoring.per_image import Values, image_values
 from ..scoring.reference import check_foreign, check_reference, open_reference
 from ..scoring.runs import Run, differing_settings, pair
-from ..scoring.score import cut_prompts, measured
+from ..scoring.score import measured
 from ..scoring.sets import too_few
 from ..scoring.tools import Tools
-from ..stats import paired_difference
+from ..tables import markdown_table
 
 
 def score_runs(
@@ -48,11 +45,6 @@ def score_runs(
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)
     check_reference(metrics, against)
-    files = [item.path for run in (a, b) for item in run.items.values()]
-    if said := turned_note([*files, *(against.files if against is not None else ())]):
-        on_note(said)
-        if any(map(tools.by_clean_fid, metrics)):
-            on_note("clean-fid reads the files by itself and doesn't turn them")
     different = differing_settings(a, b)
     for text in different:
         on_note(f"the runs differ not only in the method ({text})")
@@ -65,11 +57,8 @@ def score_runs(
     for metric in metrics:
         if too_few(metric, b, against) is None:
             tools.network(metric)  # missing weights are found before anything is computed
-    values = measured(a, b, pairs, against, metrics, tools)
-    found = {name: _with_difference(name, *values[name], a, b, tools) for name in values}
-    cut, prompts = cut_prompts(metrics, b, tools)
-    if cut:
-        on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
+    values = measured(b, pairs, against, metrics, tools)
+    found = {name: value for name, (value, _) in values.items()}
     for name, value in found.items():
         withheld = value.withheld and f"withheld, {value.withheld}"
         for text in filter(None, (withheld, value.equal_note, value.remark)):
@@ -82,7 +71,6 @@ def score_runs(
             "differing_settings": different,
             "reference": None if against is None else against.about(),
             "networks": tools.about(),
-            "prompts_cut_for_clip": cut,
             "device": str(tools.device),
             "threads": torch.get_num_threads(),
             "versions": versions(),
@@ -90,28 +78,10 @@ def score_runs(
     }
 
 
-def _with_difference(name: str, value: Value, own: Values, a: Run, b: Run, tools: Tools) -> Value:
-    """Return `value` of `b`, with its difference from `a` if it is a mean over the images' values.
-
-    Prompts are those of `b`, because a plain folder of images has none.
-    """
-    if METRICS[name].needs != "image":
-        return value
-    items = {key: replace(b.items[key], path=item.path) for key, item in a.items.items()}
-    others = image_values(METRICS[name], replace(a, items=items), tools)
-    prompts = {key: item.prompt_id for key, item in items.items()}
-    return replace(value, difference=paired_difference(own, others, prompts))
-
-
 def scores_table(metrics: Mapping[str, Value]) -> str:
     """Return the scores as a table."""
-    rows = [("metric", "mean", "95 % interval", "n")]
-    rows += [_table_row(METRICS[name], value) for name, value in metrics.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    rows = (_table_row(METRICS[name], value) for name, value in metrics.items())
+    return markdown_table(("metric", "mean", "95 % interval", "n"), rows)
 
 
 def _table_row(metric: Metric, value: Value) -> tuple[str, str, str, str]:
@@ -126,15 +96,9 @@ def _table_row(metric: Metric, value: Value) -> tuple[str, str, str, str]:
 
 
 def _about(run: Run) -> dict[str, Any]:
-    sizes = set()
-    for item in run.items.values():
-        size = item.row.get("width"), item.row.get("height")
-        width, height = size_of(item.path) if None in size else size
-        sizes.add(f"{width}x{height}")
     return {
         "name": shown(run.folder.resolve().name),
         "images": len(run.items),
-        "sizes": sorted(sizes),
         "settings": dict(run.settings),
         "environment": dict(run.environment),
     }

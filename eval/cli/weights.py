@@ -1,16 +1,13 @@
-"""Run ``mame-sd-eval weights``, and check weights and rivals for its ``doctor``."""
+"""Run ``mame-sd-eval weights``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mame_sd.cli.doctor import Check
 from mame_sd.errors import MachineError, UserError
 
 from ..metric_list import METRICS
-from ..rivals.tomesd import NO_TOMESD, has_tomesd
-from ..scoring.tools import CLIPS
 from ..weights.load import NAMES, WeightsStatus, get, status
 from ..weights.registry import REGISTRY
 
@@ -22,7 +19,7 @@ def get_weights(
 
     Raises MachineError when some of them can't be had, after getting the others.
     """
-    used = {CLIPS[0] if m.network == "clip" else m.network for m in METRICS.values()}
+    used = {metric.network for metric in METRICS.values()}
     ready = {found.name for found in status(weights_dir) if found.state == "ready"}
     failures = []
     for name in dict.fromkeys(names or [name for name in NAMES if name in used]):
@@ -46,16 +43,3 @@ def weights_lines(weights: Sequence[WeightsStatus]) -> Iterator[str]:
         yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {about.licence}"
         yield f"            {found.path or found.how}"
         yield f"            from {about.origin}, sha256 {about.sha256}"
-
-
-def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
-    """Return checks of weights and rivals: missing ones are notes, wrong ones failures."""
-    yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)
-    for found in status(weights_dir):
-        name, how = f"weights {found.name}", found.how
-        if found.state == "ready":
-            yield Check(name, "ok", str(found.path))
-        elif found.state == "missing":
-            yield Check(name, "note", f"missing; {how}; sha256 {REGISTRY[found.name].sha256}")
-        else:
-            yield Check(name, "fail", f"{found.path}: {found.state}; {how}", bad_input=True)

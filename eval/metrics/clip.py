@@ -1,8 +1,8 @@
-"""Compute the CLIP score (Hessel et al., 2021) and the cosine of two images' CLIP embeddings.
+"""Compute the CLIP score (Hessel et al., 2021).
 
 Own code, because torchmetrics' CLIPScore (1.9) fails with transformers 5, and cuts long captions
 without their end token, so that all of them get similar scores. Here the tokenizer cuts them and
-keeps the end token, and `Clip.cut` returns the captions that are too long.
+keeps the end token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,24 @@ from torch.nn import functional as F
 from mame_sd.embedded.model import embedded_model_path, embedded_models
 from mame_sd.errors import UserError
 
-from ..images import check_images, check_pair, to_double
+from ..images import check_images, to_double
 from ..metric_list import EMBEDDED_CLIP
 from ..networks import full_precision
 from ..weights.files import tensors_sha256
-from ..weights.load import find
-from ..weights.registry import REGISTRY
+
+# repository and revision at the hub, and whether its weights are in safetensors
+PUBLISHED = {
+    "clip-vit-b-32": (
+        "openai/clip-vit-base-patch32",
+        "3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268",
+        False,
+    ),
+    "clip-vit-l-14": (
+        "openai/clip-vit-large-patch14",
+        "32bd64288804d66eefd0ccbe215aa642df71cc41",
+        True,
+    ),
+}
 
 
 class Clip:
@@ -31,7 +43,6 @@ class Clip:
 
     Attributes:
         name: "CLIP" and which one.
-        weights_hash: sha256 of its weights.
     """
 
     def __init__(
@@ -66,12 +77,6 @@ class Clip:
         with full_precision():
             return _unit(self.model.get_text_features(**inputs.to(self.device)))
 
-    def cut(self, prompts: Sequence[str]) -> list[str]:
-        """Return those of `prompts` (at least one) that are longer than CLIP reads."""
-        limit = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]
-        return [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]
-
 
 def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Compute 100 * cosine of each image and its prompt, float64 [n], not clamped at 0.
@@ -92,73 +97,44 @@ def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> Tensor:
     return 100 * (model.image_features(images) * model.text_features(prompts)).sum(1).cpu()
 
 
-def clip_image_cosine(model: Clip, a: Tensor, b: Tensor) -> Tensor:
-    """Compute the cosine of the CLIP features of each pair, float64 [n].
-
-    Args:
-        model: a CLIP from `load_clip`.
-        a: [n, 3, H, W] in [0, 1].
-        b: the same shape and range.
-
-    Raises:
-        ValueError: shapes differ, or values are outside [0, 1] or NaN.
-    """
-    check_pair(a, b)
-    return (model.image_features(a) * model.image_features(b)).sum(1).cpu()
-
-
-def load_clip(
-    name: str | Path,
-    weights_dir: Path | None = None,
-    offline: bool = False,
-    device: torch.device | str = "cpu",
-) -> Clip:
+def load_clip(name: str | Path, offline: bool = False, device: torch.device | str = "cpu") -> Clip:
     """Load a CLIP.
 
     Args:
-        name: its name in the list of weights, "embedded-clip", or a folder that transformers saved.
-        weights_dir: folder that is searched first.
+        name: a name of `PUBLISHED`, "embedded-clip", or a folder that transformers saved.
         offline: if True, nothing is fetched.
         device: where it computes.
 
     Raises:
-        UserError: it is missing while offline, has another hash, or is no folder of a CLIP.
-        MachineError: it could not be fetched.
+        UserError: it is missing while offline, could not be fetched, or is no CLIP.
     """
-    if str(name) == EMBEDDED_CLIP:
+    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+    place = label = str(name)
+    how: dict[str, Any] = {"local_files_only": offline}
+    weights: dict[str, Any] = {}
+    if place == EMBEDDED_CLIP:
         if "clip" not in embedded_models():
             raise UserError(
                 f"--clip {name}: this installation has no embedded CLIP; give the name of another"
                 " or a folder"
             )
-        return _read(f"CLIP {name}", embedded_model_path("clip"), device, None)
-    if str(name) not in REGISTRY:
-        return _read(f"CLIP {Path(name).name}", Path(name), device, None)
-    checked = find(str(name), weights_dir, offline)
-    return _read(f"CLIP {name}", checked.parent, device, checked.suffix == ".safetensors")
-
-
-def _read(name: str, folder: Path, device: torch.device | str, safetensors: bool | None) -> Clip:
-    """Read a folder that transformers saved.
-
-    If `safetensors` is True, model.safetensors is read, if it is False pytorch_model.bin, even if
-    the other file is there too.
-    """
-    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
-
+        place = str(embedded_model_path("clip"))
+    elif place in PUBLISHED:
+        place, how["revision"], weights["use_safetensors"] = PUBLISHED[place]
+    else:
+        label = Path(name).name
     try:
-        model = CLIPModel.from_pretrained(
-            folder, local_files_only=True, use_safetensors=safetensors
-        )
-        images = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
-        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        model = CLIPModel.from_pretrained(place, **how, **weights)
+        images = CLIPImageProcessorPil.from_pretrained(place, **how)
+        tokenizer = CLIPTokenizer.from_pretrained(place, **how)
     except Exception as error:  # a missing file raises OSError, a broken one nearly anything
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"expected a CLIP model, its tokenizer and preprocessor_config.json in {folder}, but"
-            f" {reason}; copy the whole folder from the hub"
+            f"expected a CLIP model, its tokenizer and preprocessor_config.json in {place}, but"
+            f" {reason}; fetch it once without --offline, or copy the whole folder from the hub"
         ) from error
-    return Clip(name, model, images, tokenizer, device)
+    return Clip(f"CLIP {label}", model, images, tokenizer, device)
 
 
 def _unit(features: Any) -> Tensor:

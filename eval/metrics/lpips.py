@@ -44,10 +44,6 @@ class Lpips:
         tensors: `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier, and
             `head{i}` [channels].
         device: where it computes.
-
-    Attributes:
-        name: name of the network.
-        weights_hash: sha256 of its weights.
     """
 
     name = "lpips-alex"

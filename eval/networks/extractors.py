@@ -41,15 +41,11 @@ class Extractor:
         device: where it computes.
 
     Attributes:
-        name: name of the network.
         side: side of the images that it sees, in pixels.
-        dims: length of a feature vector.
-        weights_hash: sha256 of its weights.
     """
 
     name: str
     side: int
-    dims: int
 
     def __init__(self, tensors: Tensors, device: torch.device | str = "cpu") -> None:
         self.weights_hash = tensors_sha256(tensors)
@@ -89,7 +85,7 @@ class Extractor:
 class Inception(Extractor):
     """The Inception of FID, KID and the Inception score."""
 
-    name, side, dims = "Inception", inception.SIDE, inception.DIMS
+    name, side = "Inception", inception.SIDE
 
     def __init__(self, tensors: Tensors, device: torch.device | str = "cpu") -> None:
         super().__init__(tensors, device)
@@ -108,7 +104,7 @@ class DinoV2(Extractor):
         device: where it computes.
     """
 
-    name, side, dims = "DINOv2-S", 224, 384
+    name, side = "DINOv2-S", 224
 
     def __init__(self, model: Any, device: torch.device | str = "cpu") -> None:
         super().__init__(model.state_dict(), device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SIDE, DIMS, CLASSES = 299, 2048, 1008
+SIDE = 299
 Tensors = dict[str, Tensor]
 
 

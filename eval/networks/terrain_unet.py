@@ -123,18 +123,6 @@ def terrain_noise(seed: int, maps: int) -> tuple[Tensor, Tensor]:
     return 80 * noise, torch.rand(maps, generator=generator)
 
 
-def slope(maps: Tensor) -> Tensor:
-    """Compute the mean steepness of each map [B, 1, h, w], in height per pixel: [B]."""
-    down, across = maps.diff(dim=2)[..., :-1], maps.diff(dim=3)[:, :, :-1]
-    return (down**2 + across**2).sqrt().flatten(1).mean(1)
-
-
-def roughness(maps: Tensor) -> Tensor:
-    """Compute the root mean square of the Laplacian of each map [B, 1, h, w]: [B]."""
-    down, across = maps.diff(n=2, dim=2)[..., 1:-1], maps.diff(n=2, dim=3)[:, :, 1:-1]
-    return ((down + across) ** 2).flatten(1).mean(1).sqrt()
-
-
 def _here(name: str) -> str:
     """Return diffusers' name of a weight of guided-diffusion; `qkv` has three names."""
     layer, _, kind = name.rpartition(".")

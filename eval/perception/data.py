@@ -1,8 +1,7 @@
 """Read images or clips to classify.
 
 They are a folder of class folders, as torchvision and timm read them, or a folder of images without
-labels. A clip is a folder of frames, or a video file that PyAV reads (`pip install
-mame-sd[video]`).
+labels. A clip is a folder of frames.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from mame_sd.errors import UserError, first_line
+from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
 
-from ..frames import SUFFIXES, check_read, evenly, frames_in
-from ..images import image_files, load_image
+from ..images import SUFFIXES, check_read, evenly, frames_in, image_files, load_image
 from .encoders import check_size
-
-VIDEOS = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".mpg", ".mpeg", ".m4v")
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,6 @@ class ImageSet:
     """Images or clips in a fixed shuffled order, so that classes mix.
 
     Attributes:
-        folder: the folder.
         files: paths relative to `folder`.
         labels: index of each one's class, from its folder. If None, there are no labels.
         classes: names of the class folders, sorted.
@@ -59,10 +54,9 @@ class ImageSet:
 
     def _pixels(self, path: Path) -> np.ndarray:
         if self.frames is None:
-            return load_image(path, convert=True)
-        every: list[Any] = frames_in(path) if path.is_dir() else _decoded(path)
-        chosen = [every[number] for number in evenly(len(every), self.frames)]
-        made = [load_image(one, convert=True) if isinstance(one, Path) else one for one in chosen]
+            return load_image(path)
+        every = frames_in(path)
+        made = [load_image(every[number]) for number in evenly(len(every), self.frames)]
         sizes = sorted({frame.shape[1::-1] for frame in made})
         if len(sizes) > 1:
             names = " and ".join(f"{width} x {height}" for width, height in sizes[:2])
@@ -72,20 +66,15 @@ class ImageSet:
             )
         return np.stack(made)
 
-    def part(self, places: slice) -> ImageSet:
-        """Return a part of the set."""
-        labels = None if self.labels is None else self.labels[places]
-        return replace(self, files=self.files[places], labels=labels)
-
     def batches(self, size: int) -> list[range]:
         """Return the indices in `files` of each batch's images."""
         count = len(self.files)
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def digest(self, files: Iterable[str] | None = None) -> str:
-        """Return the sha256 of names and sizes of some files, or of all."""
+    def digest(self, files: Iterable[str]) -> str:
+        """Return the sha256 of names and sizes of some files."""
         digest = hashlib.sha256()
-        for name in self.files if files is None else files:
+        for name in files:
             path = self.folder / name
             parts = frames_in(path) if path.is_dir() else [path]
             size = sum(part.stat().st_size for part in parts)
@@ -93,13 +82,12 @@ class ImageSet:
         return digest.hexdigest()
 
     def about(self) -> dict[str, Any]:
-        """Return JSON values that identify this set: names and sizes of its files."""
+        """Return JSON values that identify this set by the names of its files."""
         return {
             "name": shown(self.folder.resolve().name),
             "images": len(self.files),
             "classes": len(self.classes) if self.labels is not None else None,
             "files": hashlib.sha256("\0".join(self.files).encode()).hexdigest(),
-            "sha256": self.digest(),
         }
 
 
@@ -153,40 +141,18 @@ def _in_class(folder: Path, clips: bool) -> list[str]:
     """Return the names of the images or clips of one class folder."""
     entries = _entries(folder)
     if clips:
-        kind, suffixes = "folders of frames or video files", ", ".join(VIDEOS)
-        matching = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
+        kind = "folders of frames"
+        matching = [one for one in entries if one.is_dir()]
     else:
         check_read(entries)
-        kind, suffixes = "images", ", ".join(SUFFIXES)
+        kind = f"images ({', '.join(SUFFIXES)})"
         matching = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
     if not matching:
         raise UserError(
-            f"--data: expected {kind} ({suffixes}) in each class folder, found none in"
-            f" {folder}; take the folder out or put them in"
+            f"--data: expected {kind} in each class folder, found none in {folder}; take the folder"
+            " out or put them in"
         )
     return [one.name for one in matching]
-
-
-def _decoded(path: Path) -> list[np.ndarray]:
-    """Decode every frame of a video file."""
-    try:
-        import av
-    except ImportError:
-        raise UserError(
-            f"expected the package av to read {path}; pip install mame-sd[video], or give folders"
-            " of frames"
-        ) from None
-    try:
-        with av.open(str(path)) as container:
-            frames = [one.to_ndarray(format="rgb24") for one in container.decode(video=0)]
-    except (OSError, ValueError, IndexError) as error:  # what PyAV raises is among these
-        raise UserError(
-            f"expected a video in {path}, but it can't be read ({first_line(error)}); make it"
-            " again or take it out"
-        ) from error
-    if not frames:
-        raise UserError(f"expected a video in {path}, found no frame; take it out")
-    return frames
 
 
 def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:

@@ -40,7 +40,6 @@ class LoadedEncoder:
     Attributes:
         model: called as those of transformers: with a classifier, with a text half (CLIP, SigLIP),
             or the vision transformer alone.
-        processor: its image processor.
         tokenizer: the tokenizer of its text half, or None.
         identity: JSON values that identify this model: name, class, a digest of its files, dtype,
             device type.
@@ -183,11 +182,7 @@ def _of_transformers(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Any, 
 
 
 class TimmForImageClassification(nn.Module):
-    """A classifier of timm with the call of transformers.
-
-    Attributes:
-        timm: the model.
-    """
+    """A classifier of timm with the call of transformers."""
 
     def __init__(self, model: Any, labels: Sequence[str]) -> None:
         super().__init__()

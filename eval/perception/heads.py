@@ -25,7 +25,6 @@ class Head:
     """Computes logits [B, classes] of a batch.
 
     Attributes:
-        encoder: the model.
         vectors: unit vectors [classes, d] of the classes' prompts. If None, the model has its own
             classifier.
     """
@@ -85,8 +84,8 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
     """Read the names of the classes in the order of their folders.
 
     Args:
-        file: a line for each class in the order of the folders, or lines of folder, tab, name. If
-            None, the folders' names with spaces for underscores.
+        file: a line for each class in the order of the folders. If None, the folders' names with
+            spaces for underscores.
         folders: folders of the classes; empty if images have no labels, which requires a file.
 
     Raises:
@@ -100,19 +99,10 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
     if file is None:
         return [folder.replace("_", " ") for folder in folders]
     lines = read_lines(file, "--classes")
-    if all("\t" in line for line in lines):
-        named = dict(line.split("\t", 1) for line in lines)
-        missing = [folder for folder in folders if folder not in named]
-        if missing:
-            raise UserError(
-                f"--classes {file}: expected a name for each class folder, got none for"
-                f" {missing[0]!r}; add it"
-            )
-        return [named[folder] for folder in folders or named]
     if folders and len(lines) != len(folders):
         raise UserError(
             f"--classes {file}: expected a line for each of {len(folders)} class folders, got"
-            f" {len(lines)}; write folder, tab, name in each line, or as many lines"
+            f" {len(lines)}; write as many lines"
         )
     return lines
 

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 from mame_sd.perception.settings import FIRST, LEFT
 from mame_sd.runs.merging import NotApplicable
 
-from ..results.schema import Family
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -54,11 +52,6 @@ class Method:
 
     config: Mapping[str, Any] = field(default_factory=dict)
     on: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext()
-
-    @property
-    def merges(self) -> bool:
-        """True if it is merging."""
-        return "mame" in self.config
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[EncoderHandle]:
@@ -153,7 +146,6 @@ class Knob:
             gets the model's tokens, patches along a side and their side in pixels.
         most: largest value. If None, any number above 0.
         whole: True if the knob takes whole numbers only.
-        family: family of its rows.
     """
 
     label: str
@@ -162,17 +154,11 @@ class Knob:
     at: Callable[[float, float, int, int], float] = _share
     most: float | None = 1.0
     whole: bool = False
-    family: Family = "rival"
 
 
 RIVALS: dict[str, Knob] = {
-    "default": Knob(
-        "MaMe default, keep {}",
-        "MaMe default",
-        lambda keep: merged(None, keep=keep),
-        family="mame",
-    ),
-    "tome": Knob("ToMe r {}", "ToMe", lambda r: rival("ToMe", r), _fewer, None, family="tome"),
+    "default": Knob("MaMe default, keep {}", "MaMe default", lambda keep: merged(None, keep=keep)),
+    "tome": Knob("ToMe r {}", "ToMe", lambda r: rival("ToMe", r), _fewer, None),
     "tome-decreasing": Knob(
         "ToMe decreasing r {}", "ToMe, decreasing", lambda r: rival("ToMe", r, True), _fewer, None
     ),

@@ -51,16 +51,16 @@ class Row(tables.Row):
 def row_named(name: str) -> Row:
     """Return the row that a name describes. Raises UserError for another name."""
     if name == BASELINE:
-        return Row(name=name, label="baseline", family="baseline", method=Method())
+        return Row(name=name, label="baseline", method=Method())
     if name == DEFAULT:
         method = merged(None)
-        return Row(name=name, label="MaMe default", family="mame", method=method, default=True)
+        return Row(name=name, label="MaMe default", method=method)
     kind, at, other = name.partition("@")
     if at and kind in RIVALS:
         target = row_named(other)
         if target.at is None and target.name != BASELINE:
             label = f"{RIVALS[kind].short}, FLOPs of {target.label}"
-            return Row(name=name, label=label, family=RIVALS[kind].family, rival=kind, at=other)
+            return Row(name=name, label=label, rival=kind, at=other)
     match = _MAME.fullmatch(name)
     tau = None if match is None else _number(match[2], 1.0)
     if match is not None and tau is not None:
@@ -69,13 +69,13 @@ def row_named(name: str) -> Row:
             *(part.replace("-", " ", 1) for part in match.group(1, 3) if part),
         ]
         method = merged(PLACES[match[1] or "first"], **{"tau": tau, **ABLATED.get(match[3], {})})
-        return Row(name=name, label=f"{', '.join(words)} (paper)", family="mame", method=method)
+        return Row(name=name, label=f"{', '.join(words)} (paper)", method=method)
     kind, _, text = name.rpartition("-")
     knob = RIVALS.get(kind)
     value = _number(text, knob.most) if knob is not None else None
     if knob is not None and value is not None and not (knob.whole and value % 1):
         label, method = knob.label.format(f"{value:g}"), knob.make(value)
-        return Row(name=name, label=label, family=knob.family, rival=kind, method=method)
+        return Row(name=name, label=label, rival=kind, method=method)
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
         " mame-quarters-0.5, tome-8, evit-0.7, random-all-0.9, smaller-160 or tome@mame-0.8, got"

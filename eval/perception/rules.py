@@ -27,7 +27,6 @@ class BlockTokens:
 
     Attributes:
         x: x' [B, L, C], prefix tokens first.
-        prefix: number of prefix tokens.
         place: number of blocks that have reduced the tokens before, of `places` in all.
         sizes: number of tokens that each one stands for, fp32 [B, L]. If None, 1 each.
         keys: the attention's keys [B, heads, L, d], or None if the rule doesn't ask for them.

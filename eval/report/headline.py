@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..results.schema import Column, MethodResult, Results, Value
-from .frontier import points
 from .numbers import number
-from .select import PUBLISHED, Focus, focus
+from .plot import points
+from .select import Focus, focus
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,6 @@ class Card:
 
     Attributes:
         role: why it is shown, such as "nearest rival".
-        row: the row.
         speed: how many times as fast as the baseline it is.
         between: the interval of the speed, or "".
         seconds: its seconds and the baseline's, or another latency, or "".
@@ -58,14 +57,10 @@ def comparison(results: Results, chosen: Focus) -> str:
 
 
 def remarks(results: Results, chosen: Focus) -> str:
-    """Say why ToMeSD or ToMe is missing, and which rows are both faster and closer than ours."""
-    said = []
-    measured = {row.family for row in results.measured}
-    for row in results.rows:
-        if row.family in PUBLISHED and row.family not in measured:
-            reason = row.reason or "no reason given"
-            said.append(f"{PUBLISHED[row.family]} was not measured: {reason}.")
-            break
+    """Say why ToMeSD is missing, and which rows are both faster and closer than ours."""
+    peers, said = [row for row in results.rows if row.family == "tomesd"], []
+    if peers and not any(row.measured for row in peers):
+        said.append(f"ToMeSD was not measured: {peers[0].reason or 'no reason given'}.")
     return " ".join(filter(None, [*said, _surpassed(results, chosen)]))
 
 

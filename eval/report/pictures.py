@@ -1,7 +1,6 @@
-"""Prepare the page's images: rows side by side, maps of their differences, and a gallery.
+"""Prepare the page's images: rows side by side, and maps of their differences.
 
-Everything is embedded as WebP of bounded size, lossless if that fits. So the page's size is bounded
-too: 12 prompts of 768 x 768 stay below 8 MB. Differences are computed from the PNG files.
+They are embedded as WebP. Differences are computed from the PNG files.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -21,9 +19,7 @@ from ..results.schema import MethodResult, Picture, Results
 from .numbers import number
 from .select import CASES, Focus, cases
 
-LARGE_BYTES, THUMB_BYTES = 240_000, 22_000  # of one embedded image
-THUMB_SIDE = 256
-GALLERY_PROMPTS, GALLERY_IMAGES = 12, 84
+QUALITY = 92  # of an embedded image: one of 768 x 768 has at most some 200 kB
 SCALES = (8, 16, 32, 64, 128, 255)  # of difference maps, in levels of 255
 _COLORS = (
     (matplotlib.colormaps["inferno"](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8)
@@ -39,14 +35,10 @@ class Shot:
     """One embedded image.
 
     Attributes:
-        src: its data URI.
         caption: text under it.
         label: text next to its enlargement.
         score: its own figure of closeness, or "".
-        alt: text for screen readers.
         area: a family, with "map-" before it for a map of differences.
-        width: pixels.
-        height: pixels.
     """
 
     src: str
@@ -81,13 +73,11 @@ class Pictures:
 
     Attributes:
         cases: the images of the best, median and worst prompt.
-        gallery: small images of further prompts.
         scale: difference at which maps are brightest, in levels of 255.
         missing: files that couldn't be read.
     """
 
     cases: Sequence[Case]
-    gallery: Sequence[Case]
     scale: int
     missing: Sequence[str]
 
@@ -131,27 +121,10 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
     scale = _scale([values for *_, apart in chosen_images for _, values in apart])
     shown = []
     for case, picture, images, apart in chosen_images:
-        shots = [
-            _shot(image, row.label, picture, row.family, LARGE_BYTES, _score(row, picture, chosen))
-            for row, image in images
-        ]
+        shots = [_shot(image, row, picture, _score(row, picture, chosen)) for row, image in images]
         shots += [_map(difference_map(values, scale), row, picture) for row, values in apart]
         shown.append(Case(_CASE_TITLES[case], picture, shots, bool(case)))
-    rows, gallery = results.measured, []
-    count = min(GALLERY_PROMPTS, GALLERY_IMAGES // max(1, len(rows)))
-    for picture in results.pictures[:count]:
-        shots = []
-        for row in rows:
-            if image := read(row, picture.key):
-                image.thumbnail((THUMB_SIDE, THUMB_SIDE), Image.Resampling.LANCZOS)
-                shots.append(_shot(image, row.label, picture, row.family, THUMB_BYTES))
-        gallery.append(Case(picture.prompt, picture, shots))
-    return Pictures(
-        [case for case in shown if case.shots],
-        [case for case in gallery if case.shots],
-        scale,
-        sorted(missing),
-    )
+    return Pictures([case for case in shown if case.shots], scale, sorted(missing))
 
 
 def difference(one: Image.Image, other: Image.Image) -> np.ndarray:
@@ -170,24 +143,11 @@ def gradient() -> str:
     return f"linear-gradient(90deg, {stops})"
 
 
-def webp_uri(image: Image.Image, limit: int) -> str:
-    """Return an image as a data URI of at most `limit` bytes before encoding.
-
-    It is lossless if that fits; otherwise quality and then size are reduced.
-    """
-    options: list[dict[str, Any]] = [
-        {"lossless": True},
-        *({"quality": quality} for quality in (92, 82, 70, 55, 40, 20)),
-    ]
-    while True:
-        for option in options:
-            buffer = io.BytesIO()
-            image.save(buffer, "WEBP", method=4, **option)
-            if buffer.tell() <= limit:
-                return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
-        image = image.resize(
-            (max(1, image.width // 2), max(1, image.height // 2)), Image.Resampling.LANCZOS
-        )
+def webp_uri(image: Image.Image) -> str:
+    """Return an image as a data URI."""
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=QUALITY)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _scale(differences: Sequence[np.ndarray]) -> int:
@@ -198,17 +158,15 @@ def _scale(differences: Sequence[np.ndarray]) -> int:
     return next((scale for scale in SCALES if scale >= most), SCALES[-1])
 
 
-def _shot(
-    image: Image.Image, label: str, picture: Picture, family: str, limit: int, score: str = ""
-) -> Shot:
-    words = " · ".join(part for part in (label, score) if part)
-    alt = f"{picture.prompt}, generated with {label}"
-    return Shot(webp_uri(image, limit), label, words, score, alt, family, *image.size)
+def _shot(image: Image.Image, row: MethodResult, picture: Picture, score: str) -> Shot:
+    words = " · ".join(part for part in (row.label, score) if part)
+    alt = f"{picture.prompt}, generated with {row.label}"
+    return Shot(webp_uri(image), row.label, words, score, alt, row.family, *image.size)
 
 
 def _map(image: Image.Image, row: MethodResult, picture: Picture) -> Shot:
     label = f"Difference of {row.label} from the baseline"
-    uri, alt = webp_uri(image, LARGE_BYTES), f"{label}: {picture.prompt}"
+    uri, alt = webp_uri(image), f"{label}: {picture.prompt}"
     return Shot(uri, f"Difference, {row.label}", label, "", alt, f"map-{row.family}", *image.size)
 
 

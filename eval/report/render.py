@@ -13,10 +13,9 @@ from markupsafe import Markup
 from mame_sd.runs.files import write_atomically
 
 from ..results.schema import Results
-from . import frontier
-from .figures import NARROW, WIDE
 from .headline import cards, headline, remarks
 from .pictures import gradient, load_pictures
+from .plot import plot
 from .select import Focus, focus
 from .tables import every_table
 
@@ -25,36 +24,6 @@ PAPER = (
     "MaMe & MaRe: Matrix-Based Token Merging and Restoration for Efficient Visual Perception and"
     " Synthesis"
 )
-
-# Sentences by kind of benchmark: under the plot of speed against closeness, what fidelity compares,
-# what quality measures, the test of the p-values, what is next to the page, what the method does
-WORDS: dict[str, dict[str, str]] = {
-    "generation": {
-        "frontier": "Further right is faster, further down is closer to the baseline's images.",
-        "fidelity": (
-            "Each merged image is compared with the baseline's image of the same prompt, seed and"
-            " noise. Fidelity says how little merging changes, not how good an image is."
-        ),
-        "quality": "These figures measure images by themselves",
-        "test": "paired sign-flip test",
-        "beside": "with every number of every image",
-        "action": "computes attention, MLPs or blocks on fewer tokens",
-    },
-    "classification": {
-        "frontier": (
-            "Further right is faster, further down is closer to the unmerged model's answers."
-        ),
-        "fidelity": (
-            "Each answer is compared with the unmerged model's for the same image. Fidelity says"
-            " how little merging changes, not how often an answer is right."
-        ),
-        "quality": "These figures say how often answers are right",
-        "test": "McNemar's exact test",
-        "beside": "with every figure, <code>answers/</code> with the answer to every image",
-        "action": "merges similar tokens between attention and MLP",
-    },
-}
-
 
 _PAGES = Environment(
     loader=PackageLoader(__package__ or "", "templates"),
@@ -91,7 +60,6 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
     """Return everything that the templates show."""
     return {
         "results": results,
-        "words": WORDS[results.kind],
         "chosen": chosen,
         "headline": headline(chosen),
         "cards": cards(chosen),
@@ -100,12 +68,9 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "tables": every_table(results),
         "pictures": load_pictures(results, chosen, folder),
         "gradient": gradient(),
-        "frontier": [
-            (name, frontier.plot(results, chosen, width))
-            for name, width in (("wide", WIDE), ("narrow", NARROW))
-        ],
+        "plot": plot(results, chosen),
         "failed": results.failed,
-        "warnings": results.warnings,
+        "warning": results.warning,
         "manifest": _flat(results.manifest),
         "command": results.manifest.get("command", ""),
         "paper": PAPER,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results.schema import Column, MethodResult, Results, Value
+from ..results.schema import Column, MethodResult, Results
 
 CASES = ("best", "median", "worst")
-PUBLISHED = {"tomesd": "ToMeSD", "tome": "ToMe"}
-# families of the rows that the headline's is compared with
-RIVALS = (*PUBLISHED, "rival")
+RIVALS = ("tomesd", "rival")  # families of the rows that the headline's is compared with
 
 
 @dataclass(frozen=True)
@@ -18,12 +16,10 @@ class Focus:
     """The choices that headline, plot and pictures share; None if the results have no such thing.
 
     Attributes:
-        baseline: the baseline.
         mame: the row of the headline.
         rival: the row of others that is nearest to the baseline.
-        fastest: the fastest row of others.
         speed: the metric of how many times as fast as the baseline a row is.
-        latency: the cost metric next to it, in seconds or per second.
+        latency: the cost metric next to it: seconds, or CPU seconds.
         closeness: the fidelity metric that orders the images: LPIPS, or else the first measured
             one.
     """
@@ -46,8 +42,10 @@ def focus(results: Results) -> Focus:
     baseline = next((row for row in rows if row.family == "baseline"), None)
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
-    speed = next((metric for metric in results.block("cost") if metric.name == "speedup"), None)
-    latency, closeness = _latency(results, baseline), _closeness(results)
+    costs = {metric.name: metric for metric in results.block("cost")}
+    speed = costs.get("speedup")
+    on_cpu = baseline is not None and baseline.value(costs.get("cpu")) is not None
+    latency, closeness = costs.get("cpu" if on_cpu else "latency"), _closeness(results)
     rivals = [row for row in rows if row.family in RIVALS]
     nearest = _best(rivals, closeness) or (rivals[0] if rivals else None)
     return Focus(baseline, mame, nearest, _best(rivals, speed), speed, latency, closeness)
@@ -75,15 +73,6 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
     if len(ranked) > 2:
         picks.insert(1, (CASES[1], ranked[len(ranked) // 2]))
     return picks
-
-
-def _latency(results: Results, baseline: MethodResult | None) -> Column | None:
-    """Return the metric of speed: CPU time if latency was withheld."""
-    costs = {metric.name: metric for metric in results.block("cost")}
-    if baseline is not None and baseline.values.get("latency", Value()).withheld:
-        costs = {"cpu": costs["cpu"]} if baseline.value(costs.get("cpu")) else costs
-    names = ("latency", "cpu", "throughput")
-    return next((costs[name] for name in names if name in costs), None)
 
 
 def _closeness(results: Results) -> Column | None:

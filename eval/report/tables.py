@@ -23,10 +23,6 @@ class Cell:
 
     Attributes:
         kind: "value", "withheld", "self" (the baseline against itself) or "absent".
-        text: what it shows.
-        mean: the value.
-        interval: its interval as text.
-        p: its p-value as text.
         against: name of the row that p compares with.
         note: why a value is missing, or how many equal images it excludes.
         footnote: what is too long for a cell.

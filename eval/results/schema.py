@@ -1,8 +1,6 @@
 """Define the schema of a benchmark's results.
 
-`benchmark` and `classify` fill it in, results.json holds it, and the report reads it.
-`Results.to_json` returns the content of results.json; `eval.results.read.parse` reads and checks
-it.
+`benchmark` fills it in, the report shows it, and results.json holds it.
 """
 
 from __future__ import annotations
@@ -10,10 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePath
 from typing import Any, Literal
-
-from mame_sd.errors import UserError
 
 FORMAT = "mame-sd benchmark 2"
 NOT_YET = "not yet: the benchmark has not reached it"
@@ -22,8 +17,7 @@ _ALWAYS = ("mean", "low", "high", "n")  # fields of a value that are written eve
 
 Better = Literal["lower", "higher"]
 Block = Literal["cost", "fidelity", "quality"]
-Family = Literal["baseline", "tomesd", "mame", "tome", "rival", "floor"]
-Kind = Literal["generation", "classification"]
+Family = Literal["baseline", "tomesd", "mame", "rival", "floor"]
 
 
 def without_nulls(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -57,14 +51,10 @@ class Value:
         mean: the value. If None, it is withheld or wasn't measured.
         low: lower end of its interval, if it has one.
         high: upper end of its interval, if it has one.
-        n: number of images or rounds.
         p: P-value of the comparison with the row `against`.
         against: name of a row.
-        withheld: why there is no value.
         equal: number of images that equal the baseline's; `mean` excludes them.
         std: standard deviation over `splits` parts of the images.
-        splits: number of parts.
-        cap: largest possible value.
         warning: what must be said with the value because it may mislead.
         note: what else must be said with it.
         difference: difference from the row `against`, or from the other run.
@@ -125,16 +115,8 @@ class MethodResult:
     """One method: a line of the tables, filled in as it is measured.
 
     Attributes:
-        name: name of the row.
-        family: family of the row.
-        label: label for tables.
-        default: True if it is our default.
         config: its settings as JSON values; a resumed benchmark reuses only rows of equal settings.
         run: its folder relative to that of results.json, or None.
-        reason: why it isn't measured.
-        measured: True if it is measured.
-        values: values by metric.
-        per_image: values by metric and image.
     """
 
     name: str
@@ -147,14 +129,6 @@ class MethodResult:
     measured: bool = False
     values: dict[str, Value] = field(default_factory=dict)
     per_image: dict[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Raise UserError for a run outside the folder of results.json."""
-        run = PurePath(self.run or "")
-        if run.is_absolute() or ".." in run.parts:
-            raise UserError(
-                f"row {self.name!r}: expected run to be a folder inside, got {run}; correct it"
-            )
 
     def value(self, metric: Column | None) -> Value | None:
         """Return the row's known value of `metric`, or None."""
@@ -173,16 +147,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gate:
-    """One sanity check of the benchmark itself.
-
-    If `withholds`, a failure only withholds the figures that the gate is about.
-    """
+    """One sanity check of the benchmark itself."""
 
     name: str
     expected: str
     got: str
     passed: bool
-    withholds: bool = False
 
 
 @dataclass(kw_only=True)
@@ -190,17 +160,10 @@ class Results:
     """All results of a benchmark so far; a report is made from them alone.
 
     Attributes:
-        suite: name of the suite.
         manifest: what the figures depend on, as JSON values.
         metrics: the metrics in the order of columns.
-        rows: the rows.
-        created: the time, in ISO 8601.
         pictures: what the images of each run are of.
-        gates: the sanity checks.
         reference: name of the set that quality is measured against.
-        reference_n: number of its images.
-        notes: lines for the report.
-        kind: what was measured.
         sensitivity: whether the model and the prompts can distinguish methods.
     """
 
@@ -214,7 +177,6 @@ class Results:
     reference: str | None = None
     reference_n: int | None = None
     notes: list[str] = field(default_factory=list)
-    kind: Kind = "generation"
     sensitivity: str = ""
 
     def row(self, name: str) -> MethodResult:
@@ -224,8 +186,7 @@ class Results:
     @property
     def images(self) -> int:
         """Number of images of each row."""
-        about = self.manifest.get("images")
-        return int(about["images"]) if isinstance(about, Mapping) else len(self.pictures)
+        return len(self.pictures)
 
     @property
     def measured(self) -> list[MethodResult]:
@@ -235,24 +196,18 @@ class Results:
     @property
     def failed(self) -> list[Gate]:
         """The gates whose failure makes every figure doubtful."""
-        return [gate for gate in self.gates if not gate.passed and not gate.withholds]
+        return [gate for gate in self.gates if not gate.passed]
 
     @property
-    def warnings(self) -> list[str]:
-        """List what a reader must know before the first figure, besides failed gates."""
-        warnings = []
+    def warning(self) -> str:
+        """Say that the images can't distinguish methods, or return ""."""
         verdict, _, figures = self.sensitivity.partition("? ")[2].partition(". ")
-        if verdict.startswith(UNABLE):
-            warnings.append(
-                "This model and these prompts can't distinguish methods, so distances in this"
-                f" report rank no method. {figures}"
-            )
-        if any(gate.withholds and not gate.passed for gate in self.gates):
-            warnings.append(
-                "Wall-clock seconds are withheld, because the machine was busy or only one round"
-                " was timed. Run the same command again on an idle machine to get them."
-            )
-        return warnings
+        if not verdict.startswith(UNABLE):
+            return ""
+        return (
+            "This model and these prompts can't distinguish methods, so distances in this report"
+            f" rank no method. {figures}"
+        )
 
     def block(self, name: str) -> list[Column]:
         """Return the metrics of one block, in column order."""

@@ -31,7 +31,6 @@ class Copied:
     """Merging with `config`, where restored tokens are copies.
 
     Attributes:
-        config: the settings.
         frames: if True, the tokens of every second frame of a video are computed, and those of
             each following frame are their copies. If False, tokens are copies of the nearest
             computed one.

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import plane_of
-from mame_sd.core.fit import fit_values
-from mame_sd.core.groups import make_cells
 from mame_sd.core.intercept import MergeJob
 from mame_sd.core.merge_keys import Grid, Merged
 from mame_sd.diffusion.apply_denoiser import apply_mame
@@ -94,7 +92,7 @@ class RivalJob(MergeJob):
     ) -> dict[str, Any] | None:
         """Merge keys and values, see `MergeJob`.
 
-        As published, sizes aren't counted and values aren't fitted, unless the rival asks for it.
+        As published, sizes aren't counted and values aren't fitted.
         """
         start, size, _ = grids[0]
         end, parts = start + math.prod(size), []
@@ -108,18 +106,6 @@ class RivalJob(MergeJob):
         mask = call.get("attn_mask")
         if mask is not None:
             raise ValueError("attn_mask: expected none, a rival's keys have no place in it")
-        if self.options.fit_queries:
-            drawn = make_cells(size, 0.5, device=image.device).queries
-            at = (
-                drawn[0 if self.draw is None else int(self.draw)][: self.options.fit_queries]
-                + first
-            )
-            no_bias = parts[0].new_zeros(1, 1, 1, parts[0].shape[2])
-            parts[1] = fit_values(
-                call["query"].index_select(2, at), (call["key"], call["value"]),
-                (parts[0], parts[1]), no_bias, None, call.get("scale"),
-                (start, parts[0].shape[2] - tokens.shape[1] + end),
-            )  # fmt: skip
         self.merged = Merged(parts[0], parts[1], parts[0].new_zeros(0), (plan,))
         return {**call, "key": parts[0], "value": parts[1]}
 
@@ -135,8 +121,6 @@ class Rival:
         settings: keyword arguments of `make`.
         merge: "kv", or "qkv" for tokens that it restores after attention.
         min_tokens: layers with fewer tokens are not merged.
-        fit_queries: with "kv", number of queries to which the values of the rival's keys are
-            fitted.
         frames: True for a plan of videos alone, see `RivalLayer`.
     """
 
@@ -145,7 +129,6 @@ class Rival:
     settings: Mapping[str, Any] = field(default_factory=dict)
     merge: str = "kv"
     min_tokens: int = 1024
-    fit_queries: int = 0
     frames: bool = False
 
     @contextmanager
@@ -167,7 +150,7 @@ class Rival:
             return torch.rand(count, generator=generators[device], device=device)
 
         # What merges is the rival's; only which of the two ways is taken is ours.
-        keys: dict[str, Any] = {"keep": 0.5, "fit_queries": self.fit_queries}
+        keys: dict[str, Any] = {"keep": 0.5, "fit_queries": 0}
         how: dict[str, Any] = keys if self.merge == "kv" else {"tau": 0.0}
 
         def maker() -> Callable[..., Any]:
@@ -185,8 +168,6 @@ class Rival:
     def describe(self) -> dict[str, Any]:
         """Return its settings as JSON values."""
         about = {"name": self.name, "merge": self.merge, "min_tokens": self.min_tokens}
-        if self.fit_queries:
-            about["fit_queries"] = self.fit_queries
         return {"rival": {**about, **self.settings}}
 
     def install(self, model: LoadedModel) -> InstalledMethod:

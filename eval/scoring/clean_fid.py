@@ -36,9 +36,7 @@ class CleanFid:
 
     Attributes:
         extract: computes features [n, 2048] of a batch of images.
-        device: where it computes.
         name: name and version of the package.
-        weights_hash: sha256 of its weights.
         resize: how images are brought to its size.
     """
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mame_sd.errors import UserError
 
-from ..images import load_image, size_of, to_float
+from ..images import load_image, to_float
 from ..metric_list import Metric
-from ..metrics.clip import clip_image_cosine, clip_score
+from ..metrics.clip import clip_score
 from ..metrics.psnr import object_psnr, psnr
 from ..metrics.ssim import ssim
 from .runs import Pair, Run
@@ -44,13 +43,6 @@ def pair_values(
     by_metric: dict[str, Values] = {name: {} for name in functions}
     tools.on_progress(0, len(pairs))
     for number, pair in enumerate(pairs, 1):
-        sizes = [size_of(path) for path in (pair.a, pair.b)]
-        if sizes[0] != sizes[1]:  # before either is decoded
-            names = " and ".join(f"{width} x {height}" for width, height in sizes)
-            raise UserError(
-                f"{pair.b}: expected the size of {pair.a}, got {names}; leave it out, or use other"
-                " images"
-            )
         one, other = (to_float([load_image(path)]).to(tools.device) for path in (pair.a, pair.b))
         for name, function in functions.items():
             try:
@@ -86,6 +78,4 @@ def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
 
 def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor]:
     network: Any = tools.network(metric)
-    if metric.name == "clip_image":
-        return partial(clip_image_cosine, network)
     return PAIRWISE.get(metric.name, network)

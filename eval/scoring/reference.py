@@ -1,4 +1,4 @@
-"""Open the set that quality is measured against: a folder, a run, or a file of statistics."""
+"""Open the set that quality is measured against: a folder of images, or a run."""
 
 from __future__ import annotations
 
@@ -13,45 +13,34 @@ from mame_sd.runs.files import shown
 
 from ..images import image_files
 from ..metric_list import Metric
-from ..metrics.frechet import Statistics, load_statistics
 from ..weights.files import file_sha256
 from .runs import Run
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A named set of images, or only its statistics.
+    """A named set of images.
 
     Attributes:
-        name: its name.
-        count: number of images; 0 if statistics don't say.
         digest: sha256 of its content, in any order.
-        statistics: its statistics, or None.
-        hashes: sha256 of each image file.
-        files: the image files; empty for statistics.
     """
 
     name: str
-    count: int
     digest: str
-    statistics: Statistics | None = None
-    hashes: frozenset[str] = frozenset()
-    files: tuple[Path, ...] = ()
+    hashes: frozenset[str]
+    files: tuple[Path, ...]
 
     def about(self) -> dict[str, Any]:
         """Return what a manifest says of it."""
-        return {"name": self.name, "n": self.count, "sha256": self.digest}
+        return {"name": self.name, "n": len(self.files), "sha256": self.digest}
 
 
 def open_reference(path: Path) -> Reference:
-    """Open an .npz of statistics, a run folder, or a folder of images (without its subfolders).
+    """Open a run folder, or a folder of images (without its subfolders).
 
     Raises UserError for anything else.
     """
     try:
-        if path.suffix.lower() == ".npz":
-            statistics, name = load_statistics(path), shown(path.name)
-            return Reference(name, statistics.n, file_sha256(path), statistics=statistics)
         run = (path / "manifest.json").is_file()
         files = Run.open(path).files if run else tuple(image_files(path))
     except UserError as error:
@@ -59,7 +48,7 @@ def open_reference(path: Path) -> Reference:
     hashes = sorted(file_sha256(file) for file in files)
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     name = shown(path.resolve().name)
-    return Reference(name, len(files), digest, hashes=frozenset(hashes), files=files)
+    return Reference(name, digest, frozenset(hashes), files)
 
 
 def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> None:
@@ -68,7 +57,7 @@ def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> N
     if needing and reference is None:
         raise UserError(
             f"--metrics {','.join(needing)}: expected a --reference to measure quality against, got"
-            " none; give a folder of images or an .npz of statistics, or ask for fid_to_baseline"
+            " none; give a folder of images"
         )
 
 
@@ -77,13 +66,12 @@ def check_foreign(reference: Reference | None, *runs: Run) -> None:
 
     A distance to these is fidelity, not quality.
     """
-    if reference is None or not reference.hashes:
+    if reference is None:
         return
     for run in runs:
         own = [key for key, item in run.items.items() if file_sha256(item.path) in reference.hashes]
         if own:
             raise UserError(
                 f"--reference {reference.name}: expected images of another origin, got {len(own)}"
-                f" that are also in {run.folder} ({own[0]}); ask for fid_to_baseline to compare"
-                " with the baseline, or give other images"
+                f" that are also in {run.folder} ({own[0]}); give other images"
             )

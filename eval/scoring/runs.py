@@ -23,7 +23,6 @@ class Run:
     """A finished run: it has every image that its manifest promises, and no other.
 
     Attributes:
-        folder: its folder.
         settings: as in manifest.json.
         environment: as in manifest.json.
         items: images by key, in the order of the run's prompts.
@@ -94,9 +93,6 @@ class Pair:
     """Two images of one prompt, seed and repeat.
 
     Attributes:
-        key: key of both images.
-        prompt_id: id of the prompt.
-        a: the baseline's image.
         b: the image that is compared with it.
     """
 

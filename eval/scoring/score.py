@@ -18,7 +18,6 @@ from .tools import Tools
 
 
 def measured(
-    a: Run,
     b: Run,
     pairs: Sequence[Pair],
     reference: Reference | None,
@@ -28,9 +27,8 @@ def measured(
     """Compute metrics of run `b`.
 
     Args:
-        a: the baseline.
         b: the run.
-        pairs: their images in pairs.
+        pairs: its images next to the baseline's.
         reference: the set that quality is measured against, or None.
         metrics: the metrics.
         tools: what computes them.
@@ -47,7 +45,7 @@ def measured(
             values = paired.get(metric.name) or image_values(metric, b, tools)
             scores[metric.name] = mean_value(metric, values, prompts, tools), values
         else:
-            scores[metric.name] = set_value(metric, b, a, reference, tools), {}
+            scores[metric.name] = set_value(metric, b, reference, tools), {}
     return scores
 
 
@@ -72,22 +70,3 @@ def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools
     if metric.network != "clip":
         return mean
     return replace(mean, note="; ".join(filter(None, (tools.network(metric).name, mean.note))))
-
-
-def cut_prompts(metrics: Sequence[Metric], run: Run, tools: Tools) -> tuple[int, int]:
-    """Count the prompts of which the CLIP score read only a part.
-
-    Args:
-        metrics: the metrics that were computed.
-        run: the run.
-        tools: what computed them.
-
-    Returns:
-        That number, and the number of the run's prompts, each counted once.
-    """
-    prompts = sorted({item.prompt for item in run.items.values()})
-    clip = tools.networks.get("clip")
-    asked = any(metric.name == "clip_score" for metric in metrics)
-    if not asked or clip is None or isinstance(clip, Exception):
-        return 0, len(prompts)
-    return len(clip.cut(prompts)), len(prompts)

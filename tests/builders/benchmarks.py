@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from mame_sd.config import MaMeConfig
-from mame_sd.eval.benchmark import timings
 from mame_sd.eval.benchmark.rows import FLOOR, Row, row_named
 from mame_sd.eval.benchmark.run import Benchmark
 from mame_sd.eval.benchmark.suites import Suite
@@ -25,9 +23,6 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.merging import Merging
 from mame_sd.runs.prompt_files import prompts_from_texts
-
-# No test depends on how busy a machine is.
-timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = math.inf, 0.0
 
 PROMPTS = prompts_from_texts(
     ["key on a black background", "ant on a pink background", "star on a purple background"]

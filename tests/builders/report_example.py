@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.results import schema
 
 Results = dict[str, Any]
 PROMPTS = (
@@ -88,6 +89,26 @@ def example(folder: Path, side: int = 48, prompts: tuple[str, ...] = PROMPTS) ->
         "reference_n": 2160,
         "notes": ["A note <b>that is</b> text."],
     }
+
+
+def parsed(results: Results) -> schema.Results:
+    """Return the results as a benchmark holds them."""
+    columns = {field.name for field in fields(schema.Column)}
+    made = {
+        "metrics": [
+            schema.Column(**{key: one[key] for key in one if key in columns})
+            for one in results["metrics"]
+        ],
+        "rows": [
+            schema.MethodResult(
+                **{**row, "values": {k: schema.Value(**v) for k, v in row["values"].items()}}
+            )
+            for row in results["rows"]
+        ],
+        "pictures": [schema.Picture(**one) for one in results["pictures"]],
+        "gates": [schema.Gate(**one) for one in results["gates"]],
+    }
+    return schema.Results(**{**results, **made})
 
 
 def row(results: Results, name: str, of: str = "rows") -> dict[str, Any]:

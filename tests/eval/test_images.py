@@ -1,9 +1,7 @@
-"""Images come in unchanged or not at all, and every refusal names its file."""
+"""Images come in as viewers show them or not at all, and every refusal names its file."""
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,15 +11,7 @@ import torch
 from PIL import ExifTags, Image, ImageCms
 
 from mame_sd.errors import UserError
-from mame_sd.eval.frames import frames_in
-from mame_sd.eval.images import (
-    check_images,
-    image_files,
-    load_image,
-    size_of,
-    to_float,
-    turned_note,
-)
+from mame_sd.eval.images import check_images, frames_in, image_files, load_image, to_float
 
 
 def pixels(height: int = 20, width: int = 30, channels: int = 3) -> np.ndarray:
@@ -47,28 +37,16 @@ def test_grey_palette_and_opaque_alpha_are_the_same_picture(tmp_path: Path) -> N
         assert np.array_equal(load_image(tmp_path / f"{name}.png"), rgb), name
 
 
-def png(path: Path, side: int = 1, depth: int = 16) -> None:
-    """Write what Pillow doesn't: a PNG of 16 bits per channel, or with too few pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", side, side, depth, 2, 0, 0, 0)
-    data = zlib.compress(b"\0" + bytes(range(6)))
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-    )
+def test_far_too_large_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PICTURE.save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    with pytest.raises(UserError, match="decompression bomb"):
+        load_image(tmp_path / "a.png")
 
 
 def truncated(path: Path) -> None:
     PICTURE.save(path)
     path.write_bytes(path.read_bytes()[:-20])
-
-
-def saved(image: Image.Image, **options: object) -> Callable[[Path], object]:
-    return lambda path: image.save(path, **options)
 
 
 def profile(*, swapped: bool) -> bytes:
@@ -81,27 +59,15 @@ def profile(*, swapped: bool) -> bytes:
     return data[:132] + b"".join(entries) + data[end:]
 
 
-TWICE: dict[str, object] = {"save_all": True, "append_images": [Image.fromarray(255 - pixels())]}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "see-through.png": (saved(Image.fromarray(pixels(channels=4))), "has transparent pixels"),
-    "palette.png": (saved(PICTURE.quantize(16), transparency=0), "has transparent pixels"),
-    "16.png": (png, "has 16 bits"),
-    "animated.png": (saved(PICTURE, **TWICE), "has 2 frames"),
-    "cmyk.jpg": (saved(PICTURE.convert("CMYK")), "has mode CMYK"),
-    "p3.png": (
-        saved(PICTURE, icc_profile=profile(swapped=True)),
-        "has a colour profile that changes",
-    ),
-    "bad.png": (saved(PICTURE, icc_profile=b"none"), "has a colour profile that can't be read"),
     "cut.png": (truncated, "but"),
-    "bomb.png": (lambda path: png(path, side=9500, depth=8), "decompression bomb"),
     "text.png": (lambda path: path.write_text("not a picture"), "it is not an image"),
     "nothing.png": (lambda path: None, "is not one"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_rgb_would_change_and_what_is_no_image_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_no_whole_image_is_refused(tmp_path: Path, name: str) -> None:
     make, why = REFUSED[name]
     make(tmp_path / name)
     with pytest.raises(UserError, match=f"expected .*{name}.*{why}"):
@@ -117,13 +83,11 @@ def test_colours_are_those_that_viewers_show(tmp_path: Path) -> None:
     see_through.putalpha(0)
     for name, image in (("b.png", red), ("c.tif", red), ("d.png", see_through)):
         image.save(tmp_path / name, icc_profile=profile(swapped=True))
-    shown = [
-        load_image(tmp_path / name, convert=True)[0, 0] for name in ("b.png", "c.tif", "d.png")
-    ]
+    shown = [load_image(tmp_path / name)[0, 0] for name in ("b.png", "c.tif", "d.png")]
     assert shown[0].tolist() == shown[1].tolist() == [0, 255, 0]
     assert shown[2].tolist() == [255, 255, 255]
     red.save(tmp_path / "e.png", icc_profile=b"none")
-    assert load_image(tmp_path / "e.png", convert=True)[0, 0].tolist() == [255, 0, 0]
+    assert load_image(tmp_path / "e.png")[0, 0].tolist() == [255, 0, 0]
 
 
 @pytest.mark.parametrize("ending", ["gif", "tif", "tiff", "jfif", "avif"])
@@ -145,20 +109,18 @@ def test_a_kind_that_is_not_read_is_not_left_out(tmp_path: Path, name: str) -> N
         frames_in(tmp_path)
 
 
-def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None:
+def test_cmyk_16_bits_and_see_through_pictures_are_converted(tmp_path: Path) -> None:
     Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(tmp_path / "a.jpg")
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "b.png")
     Image.fromarray(np.full((4, 4), 100 * 257, np.uint16)).save(tmp_path / "c.png")
     PICTURE.quantize(16).save(tmp_path / "d.png", transparency=0)
-    red, white, grey = (
-        load_image(tmp_path / name, convert=True)[0, 0] for name in ("a.jpg", "b.png", "c.png")
-    )
+    red, white, grey = (load_image(tmp_path / name)[0, 0] for name in ("a.jpg", "b.png", "c.png"))
     assert red[0] > 200 > 60 > red[1]
     assert white.tolist() == [255, 255, 255]
     assert grey.tolist() == [100, 100, 100]
     with Image.open(tmp_path / "d.png") as image:
         hidden = np.asarray(image) == 0
-    assert (load_image(tmp_path / "d.png", convert=True)[hidden] == 255).all()
+    assert (load_image(tmp_path / "d.png")[hidden] == 255).all()
 
 
 @pytest.mark.parametrize(
@@ -168,16 +130,11 @@ def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None
 def test_pixels_are_turned_as_viewers_do(
     tmp_path: Path, ending: str, orientation: int, back: Image.Transpose
 ) -> None:
-    file, plain = tmp_path / f"a.{ending}", tmp_path / "b.png"
+    file = tmp_path / f"a.{ending}"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     PICTURE.transpose(back).save(file, exif=exif, lossless=True)
-    PICTURE.save(plain)
     assert np.array_equal(load_image(file), pixels())
-    assert np.array_equal(load_image(file, convert=True), pixels())
-    assert size_of(file) == (30, 20)
-    assert turned_note([file, plain]) == "1 image is turned as EXIF says, as viewers do"
-    assert turned_note([plain]) == ""
 
 
 def test_a_photograph_with_its_preview_is_one_picture(tmp_path: Path) -> None:

@@ -54,23 +54,6 @@ def test_a_stopped_run_continues_with_what_is_missing(tmp_path: Path) -> None:
     assert run(store(tmp_path), "abc") == ([], [9])
 
 
-def test_rows_that_are_left_out_are_asked_for_again_and_count_as_done(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    asked: list[Sequence[str]] = []
-
-    def measure(case: str, missing: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        asked.append(missing)
-        yield from ((row, {}) for row in missing if row == "a")
-
-    for _ in range(2):
-        measure_cases(
-            store(tmp_path), ["0"], "ab", measure, lambda case, row: {"case": case, "row": row},
-            on_progress=lambda *done: told.append(done),
-        )  # fmt: skip
-    assert asked == [["a", "b"], ["b"]]
-    assert told == [(0, 2), (1, 2), (2, 2), (1, 2), (2, 2)]
-
-
 def test_rows_that_belong_together_turn_and_are_kept_when_their_case_is_whole(
     tmp_path: Path,
 ) -> None:
@@ -98,7 +81,6 @@ def test_a_file_of_others_is_refused_and_other_settings_are_an_error_or_begin_an
     with pytest.raises(UserError, match="expected results of the same settings"):
         store(tmp_path, about=2)
     assert store(tmp_path, about=2, fresh=True).lines == {}
-    assert len(store(tmp_path, about=None).lines) == 6
     for text in ("", "hello", '{"format": "tests 0", "about": 1}\n', "[1]\n"):
         (tmp_path / "lines.jsonl").write_text(text)
         with pytest.raises(UserError, match=r"expected numbers \('tests 1'\), got another file"):

@@ -6,7 +6,6 @@ They leave no trace, and give the same pixels when resumed.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,7 @@ from mame_sd.eval.results import schema
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.rivals.copied import choose_copied
 from mame_sd.eval.rivals.method import Rival
-from mame_sd.eval.rivals.plans import (
-    mean_attention,
-    means,
-    random_cells,
-    random_keys,
-    second_frames,
-    strided,
-    todo,
-)
+from mame_sd.eval.rivals.plans import mean_attention, random_keys, second_frames, todo
 from mame_sd.eval.rivals.toma import ToMA, facilities
 from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
@@ -82,32 +73,12 @@ def test_todo_is_nearest_neighbour_downsampling(size: tuple[int, int]) -> None:
 
 
 @every_size
-@pytest.mark.parametrize("cell", [(1, 2), (4, 4)], ids=str)
-def test_strides_and_means_of_cells_equal_the_loops(
-    size: tuple[int, int], cell: tuple[int, int]
-) -> None:
-    x, grouped = tokens(size), cells(size, cell)
-    first = torch.stack([x[:, group[0]] for group in grouped], 1)
-    mean = torch.stack([x[:, group].mean(1) for group in grouped], 1)
-    for make, want in ((strided, first), (means, mean)):
-        plan = make(x, size, draw, cell)
-        torch.testing.assert_close(plan.merge(x), want)
-        assert plan.merge(x).is_contiguous(), "as fused attention wants it"
-        assert (plan.tokens_in, plan.tokens_kept) == (x.shape[1], len(grouped))
-
-
-@every_size
-def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int]) -> None:
-    x, grouped = tokens(size), cells(size, (2, 2))
-    for make, how, count in (
-        (random_keys, 0.25, round(0.25 * x.shape[1]) or 1),
-        (random_cells, (2, 2), len(grouped)),
-    ):
-        drawn = [make(x, size, draw, how).kept.tolist() for _ in range(200)]
-        assert all(len(set(kept)) == len(kept) == count for kept in drawn)
-        assert {p for kept in drawn for p in kept} == set(range(x.shape[1])), "each one's turn"
-        for kept in drawn if make is random_cells else ():
-            assert all(p in group for p, group in zip(kept, grouped, strict=True))
+def test_random_keys_are_a_share_of_all(size: tuple[int, int]) -> None:
+    x = tokens(size)
+    drawn = [random_keys(x, size, draw, 0.25).kept.tolist() for _ in range(200)]
+    count = round(0.25 * x.shape[1]) or 1
+    assert all(len(set(kept)) == len(kept) == count for kept in drawn)
+    assert {p for kept in drawn for p in kept} == set(range(x.shape[1])), "each one's turn"
 
 
 def test_facility_location_takes_what_adds_most_in_turn() -> None:
@@ -153,7 +124,7 @@ def test_toma_is_refused_where_attention_gets_positions() -> None:
 def test_mean_attention_and_keys_alone_in_a_layer() -> None:
     attn, x = attention(), tokens((8, 8))
     everyone = Rival("mean attention", mean_attention, merge="qkv", min_tokens=16)
-    keys = Rival("strided", strided, {"cell": (2, 2)}, min_tokens=16)
+    keys = Rival("todo", todo, {"factor": 2}, min_tokens=16)
     with torch.no_grad():
         plain = attn(x)
         with everyone.on(attn):
@@ -167,14 +138,9 @@ def test_mean_attention_and_keys_alone_in_a_layer() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        *(
-            m
-            for m in (row_named(name).method for name in NAMED)
-            if isinstance(m, Rival) and not m.frames
-        ),
-        Rival("means", means, {"cell": (2, 2)}),
-        Rival("means, fitted", means, {"cell": (2, 2)}, fit_queries=128),
-        Rival("random keys, fitted", random_keys, {"share": 0.25}, fit_queries=128),
+        method
+        for method in (row_named(name).method for name in NAMED)
+        if isinstance(method, Rival) and not method.frames
     ],
     ids=lambda method: method.name,
 )
@@ -234,7 +200,7 @@ def test_every_second_frame_keeps_its_keys_in_videos_alone() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        Rival("cells", random_cells, {"cell": (2, 2)}, min_tokens=16),
+        Rival("random", random_keys, {"share": 0.25}, min_tokens=16),
         pytest.param(ToMeSD(0.5), marks=rivals),
     ],
     ids=["ours", "tomesd"],
@@ -265,36 +231,20 @@ def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
         generate(like_sdxl, PROMPTS[:1], SETTINGS, ToMeSD(0.5), tmp_path / "run")
 
 
-def point(name: str, lpips: float, width: float | None = 0.0) -> schema.MethodResult:
-    value = Value(mean=lpips)
-    if width is not None:
-        value = Value(mean=lpips, low=lpips - width, high=lpips + width)
-    return schema.MethodResult(name=name, family="rival", label=name, values={"lpips": value})
-
-
-FLOOR, RIVAL = point("floor", 0.3), point("tomesd", 0.02, 0.0005)
-FEW = "methods? NO with so few prompts; take more (--num)."
-
-
 @pytest.mark.parametrize(
-    ("rows", "verdict"),
+    ("floor", "verdict"),
     [
-        ((FLOOR, RIVAL), "distinguish methods? Yes. "),
-        ((point("floor", 0.002), RIVAL), "methods? NO. "),
-        ((FLOOR, point("tomesd", 0.001, 0.00001)), "methods? NO. "),
-        ((point("floor", 0.09, 0.02), RIVAL), FEW),
-        ((point("floor", 0.09, None), RIVAL), FEW),
-        ((FLOOR, point("tomesd", 0.02, 0.01)), "Only large differences: too few prompts for small"),
-        ((), "Not measured: no LPIPS of floor."),
-        ((replace(FLOOR, values={}),), "Not measured: no LPIPS of floor."),
-        ((FLOOR,), "Yes, as far as measured. "),
-        ((FLOOR, point("tomesd", 0.02, None)), "tomesd has no interval"),
+        (Value(mean=0.3, low=0.3, high=0.3), "methods? Yes. floor has an LPIPS of 0.3000 (needs"),
+        (Value(mean=0.002, low=0.002, high=0.002), "methods? NO. "),
+        (Value(mean=0.09, low=0.07, high=0.11), "NO with so few prompts; take more (--num)."),
+        (Value(mean=0.09), "methods? NO with so few prompts; take more (--num)."),
+        (None, "Not measured: no LPIPS of floor."),
     ],
 )
-def test_an_instrument_that_cannot_tell_says_so(
-    rows: tuple[schema.MethodResult, ...], verdict: str
-) -> None:
-    assert verdict in sensitivity((point("baseline", 0), *rows), "floor", "tomesd")
+def test_an_instrument_that_cannot_tell_says_so(floor: Value | None, verdict: str) -> None:
+    values = {} if floor is None else {"lpips": floor}
+    row = schema.MethodResult(name="floor", family="floor", label="floor", values=values)
+    assert verdict in sensitivity([row], "floor")
 
 
 def test_copies_are_of_the_nearest_computed_token() -> None:

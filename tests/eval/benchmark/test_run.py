@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ import torch
 
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import check_out
-from mame_sd.eval.benchmark.timings import TIMING_GATE
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.jobs import GenerateSettings
@@ -33,8 +30,7 @@ from tests.builders.benchmarks import (
     rows_of,
     tiny_rows,
 )
-from tests.builders.processes import in_two_processes
-from tests.builders.run_folders import forget_hashes, snapshot
+from tests.builders.run_folders import forget_hashes
 from tests.builders.tiny import save_tiny_pipeline
 
 
@@ -62,10 +58,8 @@ def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) ->
     assert psnr["against"] == "tomesd-50"
     assert 0 < psnr["p"] <= 1
     assert [gate["name"] for gate in results["gates"]] == [
-        TIMING_GATE,
         "baseline against itself",
         "inactive merging against the baseline",
-        "distance to another prompt's image",
     ]
     manifest = results["manifest"]
     assert manifest["sampling"]["steps"] == 2
@@ -115,13 +109,7 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     (tmp_path / "killed" / ".mame-sd.1.tmp").write_text("what a kill in the first write leaves")
     check_out(tmp_path / "killed")
     results = tmp_path / "out" / "results.json"
-    whole = results.read_text()
-    results.write_text(
-        json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]})
-    )
-    with pytest.raises(UserError, match=r"results\.json, .*: expected an entry, got None"):
-        benchmark(model, tmp_path / "out", **given).run()
-    results.write_text(whole[:-100])
+    results.write_text(results.read_text()[:-100])
     with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
         check_out(tmp_path / "out")
     results.unlink()
@@ -133,8 +121,8 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):
         check_out(tmp_path / "mine")
-    (tmp_path / "mine" / "results.json").write_text("{}")
-    with pytest.raises(UserError, match="got another file"):
+    (tmp_path / "mine" / "results.json").write_text('{"format": "another"}')
+    with pytest.raises(UserError, match="got 'another'; choose another folder"):
         check_out(tmp_path / "mine")
 
 
@@ -157,8 +145,7 @@ def test_missing_peers_and_weights_leave_a_reason(
     assert any("mame-sd-eval weights" in note for note in results.notes)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_two_processes_make_the_same_benchmark_and_every_gate_can_fail(
+def test_a_command_writes_a_report_and_every_gate_can_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("key\nant\n")
@@ -168,16 +155,11 @@ def test_two_processes_make_the_same_benchmark_and_every_gate_can_fail(
     words = "benchmark --device cpu --offline --steps 1 --height 128 --width 128 --rounds 1"
     given = [*words.split(), "--rows", "tomesd-50,mame-default", "--model", str(model_folder)]
     given += ["--prompts", str(tmp_path / "prompts.txt"), "--weights-dir", str(tmp_path)]
-    two, one = tmp_path / "two", tmp_path / "one"
-    said = in_two_processes(lambda: cli.run([*given, "--out", str(two)]), tmp_path)
-    assert said.count("report.html") == 1
+    one = tmp_path / "one"
     assert cli.run([*given, "--out", str(one)]) == 0
-    alone, shared = rows_of(one), rows_of(two)
-    for name in ("baseline", "mame-default"):
-        assert snapshot(one / "runs" / name) == snapshot(two / "runs" / name)
-        assert alone[name]["per_image"] == shared[name]["per_image"]
-    assert [row["measured"] for row in shared.values()] == [True, False, True]
-    assert alone["tomesd-50"]["reason"] == shared["tomesd-50"]["reason"] != ""
+    alone = rows_of(one)
+    assert [row["measured"] for row in alone.values()] == [True, False, True]
+    assert alone["tomesd-50"]["reason"]
     found = set(alone["mame-default"]["per_image"]) - {"lpips"}  # where its weights are here
     assert found == {"psnr", "ssim"}
 
@@ -187,15 +169,13 @@ def test_two_processes_make_the_same_benchmark_and_every_gate_can_fail(
     assert results["manifest"]["command"] == command
     assert command in (one / "report.html").read_text(encoding="utf-8")
     assert "2 prompts (prompts.txt), 1 step, seed 0, model like-sdxl" in results["notes"][0]
-    assert (one / "bench-busy.jsonl").exists(), "one round tells nothing: the next start times anew"
     images = sorted((one / "runs" / "baseline" / "images").iterdir())
     forget_hashes(one / "runs" / "baseline")
-    # not what the baseline makes, and no other prompt's image differs
+    # not what the baseline makes
     images[0].write_bytes(images[1].read_bytes())
     capsys.readouterr()
     assert cli.run([*given, "--out", str(one)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "sanity gates failed (baseline against itself, inactive merging" in error
-    assert "distance to another prompt's image" in error
     page = (one / "report.html").read_text(encoding="utf-8")
-    assert "3 of 4 sanity gates failed" in page
+    assert "2 of 2 sanity gates failed" in page

@@ -12,10 +12,6 @@ import pytest
 
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES
-from mame_sd.eval.caches import rows as cache_rows
-from mame_sd.eval.caches import settings as cache_settings
-from mame_sd.eval.captions import rows as caption_rows
-from mame_sd.eval.captions import settings as caption_settings
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import command_again, note_lacking
 from tests.builders.console import error_of
@@ -37,7 +33,6 @@ BAD = """\
 paint | No such command 'paint'
 benchmark --suite paper | --suite paper: expected --prompts FILE, got none
 benchmark --reference nope | --reference nope: expected a folder, got no such folder; check the path
-benchmark --quick | --quick: expected --suite readme, got quick; leave it out
 benchmark --case video | --case: expected --suite readme, got quick; leave it out
 benchmark --model ./none | --model ./none: expected a folder
 benchmark --weights-dir none | --weights-dir none: expected a folder, got no such folder; check
@@ -45,7 +40,6 @@ classify --rows mame-0.8 | --data: expected a folder of class folders
 cache --texts none | --texts none: expected a folder, got no such folder
 cache --shares 1.5 | --shares: expected shares above 0 and below 1, got 1.5
 caption --data none --references none --tokens 0 | --tokens: expected at least 1, got 0
-report none | none: expected the folder of a benchmark, got no such folder; run
 weights --weights-dir none | --weights-dir none: expected a folder
 weights magic | weights: expected names of lpips-alex
 """
@@ -76,21 +70,15 @@ def test_the_command_of_a_report_is_that_of_the_shell_without_out() -> None:
     assert command_again(given) == "mame-sd-eval benchmark --prompts 'a b' --num 2"
 
 
-def test_doctor_names_what_is_missing_or_wrong(
+def test_weights_are_listed_with_what_is_missing_or_wrong(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["doctor", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name in ("tomesd", "weights lpips-alex", "weights inception-fid", "weights clip-vit-b-32"):
-        assert any(name in line for line in lines)
-    missing = next(line for line in lines if "weights inception-fid" in line)
-    assert missing.startswith("note")
-    assert "sha256" in missing
     (here / "lpips-alex.safetensors").write_bytes(b"other bytes")
-    assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
-    assert "wrong hash" in capsys.readouterr().out
-    assert cli.run(["doctor", "--weights-dir", str(here), "--device", "cpu"]) == 2
-    assert "wrong hash" in capsys.readouterr().err.splitlines()[-1]
+    assert cli.run(["weights", "lpips-alex", "inception-fid", "--weights-dir", str(here)]) == 0
+    lpips, _, origin, inception, *_ = capsys.readouterr().out.splitlines()
+    assert lpips.startswith("wrong hash  lpips-alex")
+    assert inception.startswith("missing     inception-fid")
+    assert "sha256 0aa426dd" in origin
 
 
 def test_the_suites_are_documented_as_they_are() -> None:
@@ -120,9 +108,7 @@ score none none --metrics x
 classify --data . --rows bad
 caption --data none --references none
 cache --texts none
-report .
 weights --weights-dir none
-doctor --weights-dir none
 """
 
 
@@ -135,11 +121,6 @@ def test_help_and_errors_of_what_is_given_import_no_torch() -> None:
     done = python(code.format(lines))
     assert done.stdout == "False\n"
     assert done.stderr.count("error: ") == len(lines)
-
-
-def test_names_of_rows_are_those_of_the_rows() -> None:
-    assert set(cache_settings.ROWS) == set(cache_rows.all_rows())
-    assert set(caption_settings.ROWS) == set(caption_rows.ROWS)
 
 
 def test_the_folders_own_name_is_refused_so_that_no_module_is_loaded_twice() -> None:

@@ -1,31 +1,22 @@
-"""CLIP score and image cosine against the model itself; prompts that are cut; weights."""
+"""The CLIP score against the model itself; prompts that are cut; weights."""
 
 from __future__ import annotations
 
+import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
-from mame_sd.eval.metric_list import METRICS
-from mame_sd.eval.metrics.clip import Clip, clip_image_cosine, clip_score, load_clip
-from mame_sd.eval.scoring.runs import Run
-from mame_sd.eval.scoring.score import cut_prompts
-from mame_sd.eval.scoring.tools import Tools
-from mame_sd.eval.weights.files import file_sha256
-from mame_sd.eval.weights.registry import REGISTRY
+from mame_sd.eval.metrics.clip import PUBLISHED, Clip, clip_score, load_clip
 from tests.builders import seeded
 from tests.builders.metrics import pictures
-from tests.builders.run_folders import write_run
 from tests.builders.tiny import save_tiny_clip
 
 
@@ -71,31 +62,13 @@ def test_clip_score_is_the_models_own_logit_without_its_scale(
     assert clip_score(clip, images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip, tmp_path: Path) -> None:
+def test_long_prompts_are_cut_and_still_differ(clip: Clip) -> None:
     image = pictures(1, 40, 40).expand(3, 3, 40, 40)
     same_start = "a" * 76  # one token a character, so the last of them is cut
     prompts = [same_start + "b", same_start + "c", "b" * 80]
     scores = clip_score(clip, image, prompts)
-    assert clip.cut([*prompts, "a" * 75]) == prompts
     assert scores[0] == pytest.approx(scores[1].item(), abs=1e-9)
     assert abs(scores[0] - scores[2]) > 1e-3
-    # counted once, also when nothing is scored again; a and b: one text under two ids
-    images = dict.fromkeys(("a_0", "a_1", "b_0", "c_0"), np.zeros((40, 40, 3), np.uint8))
-    texts = {key: "an owl" if key == "c_0" else "a" * 80 for key in images}
-    run = Run.open(write_run(tmp_path / "run", images, texts))
-    tools, none = Tools(networks={"clip": clip}), Tools(networks={"clip": UserError("no weights")})
-    assert cut_prompts([METRICS["clip_score"]], run, tools) == (1, 2)
-    assert cut_prompts([METRICS["clip_image"]], run, tools) == (0, 2)
-    assert cut_prompts([METRICS["clip_score"]], run, none) == (0, 2)
-
-
-def test_clip_image_cosine_laws(clip: Clip) -> None:
-    a, b = seeded.picture_pairs()
-    assert clip_image_cosine(clip, a, a).tolist() == pytest.approx([1, 1], abs=1e-9)
-    assert clip_image_cosine(clip, a, b).tolist() == pytest.approx(
-        clip_image_cosine(clip, b, a).tolist(), abs=1e-9
-    )
-    assert (clip_image_cosine(clip, a, b) < 0.9999).all()
 
 
 def test_torchmetrics_still_fails_with_transformers_5(clip_folder: Path) -> None:
@@ -106,22 +79,13 @@ def test_torchmetrics_still_fails_with_transformers_5(clip_folder: Path) -> None
         score.update(torch.zeros(1, 3, 40, 40, dtype=torch.uint8), PROMPTS[:1])
 
 
-def test_clip_comes_from_weights_dir_checked(
-    clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_published_clip_comes_from_the_hub_at_a_fixed_revision(
+    clip: Clip, clip_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = REGISTRY["clip-vit-b-32"]
-    assert entry.file == "clip-vit-base-patch32/pytorch_model.bin"
-    with pytest.raises(UserError, match="with the sha256 a63082132ba4"):
-        load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
-    trusted = replace(entry, sha256=file_sha256(clip_folder / "pytorch_model.bin"))
-    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", trusted)
-    loaded = load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
+    with pytest.raises(UserError, match="fetch it once without --offline"):
+        load_clip("clip-vit-b-32", offline=True)
+    for _, revision, _ in PUBLISHED.values():
+        assert re.fullmatch("[0-9a-f]{40}", revision)
+    monkeypatch.setitem(PUBLISHED, "clip-vit-b-32", (str(clip_folder), "main", False))
+    loaded = load_clip("clip-vit-b-32")
     assert (loaded.name, loaded.weights_hash) == ("CLIP clip-vit-b-32", clip.weights_hash)
-    both = tmp_path / clip_folder.name
-    shutil.copytree(clip_folder, both)
-    save_file(
-        {name: value + 1 for name, value in clip.model.state_dict().items()},
-        both / "model.safetensors",
-    )
-    loaded = load_clip("clip-vit-b-32", weights_dir=tmp_path, offline=True)
-    assert loaded.weights_hash == clip.weights_hash, "what was checked is what is read"

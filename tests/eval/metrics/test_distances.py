@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,13 +10,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.inception import InceptionScore
 from torchmetrics.image.kid import KernelInceptionDistance, poly_mmd
 
-from mame_sd.errors import UserError
-from mame_sd.eval.metrics.frechet import (
-    frechet_distance,
-    load_statistics,
-    save_statistics,
-    statistics,
-)
+from mame_sd.eval.metrics.frechet import frechet_distance
 from mame_sd.eval.metrics.inception_score import inception_score
 from mame_sd.eval.metrics.kernel import kernel_distance
 from tests.builders import seeded
@@ -36,38 +28,6 @@ def test_frechet_is_scipys_square_root(n: int, m: int, dims: int) -> None:
     assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-5 if n == 2 else 1e-9)
 
 
-def test_statistics_survive_their_file(tmp_path: Path) -> None:
-    a, b = statistics(features(40, 8, 1), "Inception"), statistics(features(6, 8, 2), "Inception")
-    save_statistics(tmp_path / "a.npz", a)
-    again = load_statistics(tmp_path / "a.npz")
-    assert (again.n, again.source) == (40, "Inception")
-    assert frechet_distance(again, b) == pytest.approx(frechet_distance(a, b), rel=1e-9)
-    mean, sigma = a.mean.float().numpy(), a.covariance.float().numpy()
-    np.savez(tmp_path / "published.npz", mu=mean, sigma=sigma)
-    published = load_statistics(tmp_path / "published.npz")
-    assert (published.n, published.source) == (0, "")
-    assert frechet_distance(published, a) == pytest.approx(0, abs=1e-5)
-    with np.load(tmp_path / "a.npz") as file:
-        assert np.allclose(file["sigma"], np.cov(features(40, 8, 1).double().numpy(), rowvar=False))
-
-
-@pytest.mark.parametrize(
-    ("arrays", "why"),
-    [
-        ({"mu": np.zeros(3)}, "sigma"),
-        ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"mu is \[3\] and sigma \[4, 4\]"),
-        ({"mu": np.zeros(3), "sigma": np.eye(3) * np.nan}, "NaN"),
-        ({"mu": np.zeros(3), "sigma": -np.eye(3)}, "eigenvalue -1"),
-    ],
-)
-def test_bad_statistics_are_refused(
-    tmp_path: Path, arrays: dict[str, np.ndarray], why: str
-) -> None:
-    np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(UserError, match=why):
-        load_statistics(tmp_path / "a.npz")
-
-
 def test_frechet_refuses_what_it_cannot_compare() -> None:
     a = features(10, 4, 1)
     for other, why in (
@@ -77,8 +37,6 @@ def test_frechet_refuses_what_it_cannot_compare() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             frechet_distance(a, other)
-    with pytest.raises(ValueError, match="one extractor, got Inception and EffNetLite0"):
-        frechet_distance(statistics(a, "Inception"), statistics(a, "EffNetLite0"))
 
 
 class Given(nn.Module):

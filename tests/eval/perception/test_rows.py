@@ -23,30 +23,26 @@ OURS = {"left": LEFT, "schedule": "decreasing", "first": FIRST}
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "config"),
+    ("name", "config"),
     [
-        ("baseline", "baseline", {}),
-        ("mame-default", "mame", {"mame": {"blocks": None, "defaults": OURS}}),
-        ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None, "defaults": OURS}}),
-        ("mame-0.8", "mame", {"mame": TAU}),
-        ("mame-quarters-0.5", "mame", {"mame": {"tau": 0.5, "blocks": "quarters"}}),
-        ("mame-last-0.5", "mame", {"mame": {"tau": 0.5, "blocks": (-1,)}}),
-        ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": False}}),
-        ("tome-decreasing-8", "rival", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": True}}),
-        ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7}}),
-        (
-            "mame-0.8-random-3",
-            "mame",
-            {"mame": {**TAU, "ablation": {"partition": "random", "seed": 3}}},
-        ),
-        ("mame-third-0.7", "mame", {"mame": {"tau": 0.7, "blocks": "third"}}),
-        ("random-all-0.9", "rival", {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0}}),
-        ("smaller-160", "rival", {"side": 160}),
+        ("baseline", {}),
+        ("mame-default", {"mame": {"blocks": None, "defaults": OURS}}),
+        ("default-0.8", {"mame": {"keep": 0.8, "blocks": None, "defaults": OURS}}),
+        ("mame-0.8", {"mame": TAU}),
+        ("mame-quarters-0.5", {"mame": {"tau": 0.5, "blocks": "quarters"}}),
+        ("mame-last-0.5", {"mame": {"tau": 0.5, "blocks": (-1,)}}),
+        ("tome-8", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": False}}),
+        ("tome-decreasing-8", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": True}}),
+        ("evit-0.7", {"rival": {"name": "EViT", "keep": 0.7}}),
+        ("mame-0.8-random-3", {"mame": {**TAU, "ablation": {"partition": "random", "seed": 3}}}),
+        ("mame-third-0.7", {"mame": {"tau": 0.7, "blocks": "third"}}),
+        ("random-all-0.9", {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0}}),
+        ("smaller-160", {"side": 160}),
     ],
 )
-def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -> None:
+def test_a_name_says_what_runs(name: str, config: dict[str, Any]) -> None:
     row = row_named(name)
-    assert (row.name, row.family, row.method.config) == (name, family, config)
+    assert (row.name, row.method.config) == (name, config)
 
 
 OTHERS = "mame-2 mame-quarters-x tome tome-0 evit-1.5 smaller-10.5 diffrate-x mame-0.8-x"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mame_sd.eval.report import render
-from mame_sd.eval.results.read import parse
-from tests.builders.report_example import Results, example
+from tests.builders.report_example import Results, example, parsed
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def unplotted(results: Results) -> Results:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the example's report, which no test changes."""
     folder = tmp_path_factory.mktemp("report")
-    render(parse(example(folder)), folder)
+    render(parsed(example(folder)), folder)
     return folder
 
 

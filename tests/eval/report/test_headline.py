@@ -1,4 +1,4 @@
-"""The headline and the frontier: what they claim, and what they do not."""
+"""The headline and the points of the plot: what they claim, and what they do not."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mame_sd.eval.report import frontier
 from mame_sd.eval.report.headline import cards, comparison, headline
+from mame_sd.eval.report.plot import points
 from mame_sd.eval.report.select import focus
-from mame_sd.eval.results.read import parse
-from mame_sd.eval.results.schema import MethodResult, Value
-from tests.builders.report_example import Results, row, speed
+from tests.builders.report_example import Results, parsed, row, speed
 
 
 def says(results: Results) -> str:
-    parsed = parse(results)
-    return headline(focus(parsed))
+    found = parsed(results)
+    return headline(focus(found))
 
 
 def test_headline_of_faster_slower_and_equal_rows(results: Results) -> None:
     fast = r"MaMe \(default\) is 1\.60 times as fast as the baseline \(1\.54 to 1\.67\), "
     assert re.fullmatch(fast + r"at an LPIPS of 0\.\d{4}\.", says(results))
-    parsed = parse(results)
-    assert comparison(parsed, focus(parsed)).startswith(
+    found = parsed(results)
+    assert comparison(found, focus(found)).startswith(
         "The nearest and fastest rival, ToMeSD 50 %, is 1.25 times as fast as the baseline ("
     )
     ours = row(results, "mame-default")["values"]
@@ -47,12 +43,12 @@ def test_the_nearest_and_the_fastest_rival_are_named(results: Results) -> None:
     other["values"] |= speed(1.0, 0.9, 1.1)
     other["values"]["lpips"] = {"mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
     results["rows"].append(other)
-    parsed = parse(results)
-    said = comparison(parsed, focus(parsed))
+    found = parsed(results)
+    said = comparison(found, focus(found))
     assert said.startswith("The nearest rival, ToMeSD 50 %, is 1.25 times as fast")
     assert "The fastest rival, one step fewer, is 4.00 times as fast" in said
     assert "at an LPIPS of 0.9000." in said
-    shown = [(card.role, card.row.name, card.speed) for card in cards(focus(parsed))]
+    shown = [(card.role, card.row.name, card.speed) for card in cards(focus(found))]
     assert shown == [
         ("merged", "mame-default", "1.60"),
         ("nearest rival", "tomesd-50", "1.25"),
@@ -62,8 +58,8 @@ def test_the_nearest_and_the_fastest_rival_are_named(results: Results) -> None:
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
     def says_so() -> bool:
-        parsed = parse(results)
-        return "Both faster and closer: ToMeSD 50 %." in comparison(parsed, focus(parsed))
+        found = parsed(results)
+        return "Both faster and closer: ToMeSD 50 %." in comparison(found, focus(found))
 
     ours, rival = row(results, "mame-default")["values"], row(results, "tomesd-50")["values"]
     assert not says_so()
@@ -94,49 +90,22 @@ def test_headline_without_speed_without_lpips_and_without_mame(results: Results)
     assert says(results) == "No run with MaMe has been measured yet."
 
 
-def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:
+def test_cpu_time_speaks_if_a_cpu_computed(results: Results) -> None:
     about = {"unit": "s", "better": "lower", "block": "cost"}
     results["metrics"].append({"name": "cpu", "label": "CPU time", **about})
     for entry in results["rows"]:
         if "latency" in entry["values"]:
             entry["values"]["cpu"] = entry["values"]["latency"]
-            entry["values"]["speedup"]["note"] = "of CPU time"
-            entry["values"]["latency"] = {"mean": None, "n": 3, "withheld": "the machine was busy"}
     assert "1.60 times as fast as the baseline by CPU time (1." in says(results)
-    results["gates"].append(
-        {"name": "timing", "expected": "quiet", "got": "busy", "passed": False, "withholds": True}
-    )
-    parsed = parse(results)
-    assert parsed.failed == []
-    (busy,) = parsed.warnings
-    assert busy.startswith("Wall-clock seconds are withheld")
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12),
-    st.booleans(),
-)
-def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower: bool) -> None:
-    empty = MethodResult(name="r", label="r", family="mame", measured=True)
-    found = [frontier.Point(empty, Value(mean=x), Value(mean=y)) for x, y in pairs]
-    best = [point.at for point in frontier.frontier(found, lower)]
-    sign = 1 if lower else -1
-
-    def surpassed(a: tuple[float, float]) -> bool:
-        return any(b[0] >= a[0] and sign * b[1] <= sign * a[1] and a != b for b in pairs)
-
-    assert set(best) == {pair for pair in pairs if not surpassed(pair)}
-    assert [x for x, _ in best] == sorted({x for x, _ in best})
 
 
 def test_points_are_rows_with_both_figures(results: Results) -> None:
-    parsed = parse(results)
-    found = {p.row.name: p for p in frontier.points(parsed, focus(parsed))}
-    assert set(found) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
-    assert found["baseline"].at == (1, 0)
-    assert found["mame-default"].speed.interval == pytest.approx((4 / 2.6, 4 / 2.4))
+    found = parsed(results)
+    shown = {p.row.name: p for p in points(found, focus(found))}
+    assert set(shown) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
+    assert shown["baseline"].at == (1, 0)
+    assert shown["mame-default"].speed.interval == pytest.approx((4 / 2.6, 4 / 2.4))
     row(results, "mame-default")["values"]["lpips"]["mean"] = math.inf
     row(results, "tomesd-50")["family"] = "floor"
-    parsed = parse(results)
-    assert len(frontier.points(parsed, focus(parsed))) == 2
+    found = parsed(results)
+    assert len(points(found, focus(found))) == 2

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from mame_sd.errors import UserError
 from mame_sd.eval.report import render
 from mame_sd.eval.report.numbers import number
 from mame_sd.eval.report.tables import every_table
-from mame_sd.eval.results.read import parse
-from mame_sd.json_files import json_text
-from tests.builders.report_example import NO_TOMESD, Elements, Results, row
+from tests.builders.report_example import NO_TOMESD, Elements, Results, parsed, row
 
 
 def test_the_blocks_never_mix(page: str) -> None:
@@ -34,10 +26,10 @@ def test_the_blocks_never_mix(page: str) -> None:
 
 
 def best_rows(results: Results, key: str) -> set[str]:
-    parsed = parse(results)
+    found = parsed(results)
     return {
         line.row.name
-        for table in every_table(parsed)
+        for table in every_table(found)
         for line in table.lines
         for metric, cell in zip(table.metrics, line.cells, strict=False)
         if metric.name == key and cell.best
@@ -73,7 +65,7 @@ def test_values_say_how_they_mislead(tmp_path: Path, unplotted: Results) -> None
             entry["values"]["clip_score"]["difference"] = difference
     row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": 99.0, "n": 4, "equal": 1}
     assert best_rows(results, "psnr") == set(), "a mean without the equal images beats nothing"
-    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
+    text = render(parsed(results), tmp_path).read_text(encoding="utf-8")
     spread = "10 splits; ± is the standard deviation over them"
     assert text.count(f"FID: {warning}; {spread}") == 1
     said = "no p-value: infinite values; 1 split; at most 128"
@@ -90,29 +82,3 @@ def test_numbers() -> None:
     values = (0.0114, 0.0004, 0, -1.25, -0.00001, math.inf, 1210)
     said = ["0.011", "<0.001", "0.000", "−1.250", ">−0.001", "∞", "1210.000"]
     assert [number(value, 3) for value in values] == said
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (["metrics"], None, "metrics: expected Sequence, got None"),
-        (["metrics", 3, "better"], "bigger", "metrics[3].better: expected one of lower, higher"),
-        (["rows", 0, "run"], "../other", "expected run to be a folder inside, got ../other"),
-        (["rows", 4, "per_image", "lpips"], {"1": "far"}, "['1']: expected int or float"),
-        (["rows", 0, "values", "latency", "mean"], math.nan, "expected int or float, got nan"),
-        (["pictures", 0], {}, "pictures[0].key: expected an entry, got None"),
-    ],
-)
-def test_bad_results_are_named(results: Results, path: list[Any], value: Any, message: str) -> None:
-    target: Any = results
-    for part in path[:-1]:
-        target = target[part]
-    target[path[-1]] = value
-    with pytest.raises(UserError, match=re.escape(message)):
-        parse(results)
-
-
-def test_results_are_read_back_as_they_were_written(results: Results) -> None:
-    row(results, "mame-tau-0.8")["values"]["psnr"]["mean"] = math.inf
-    parsed = parse(results)
-    assert parse(json.loads(json_text(parsed.to_json()))) == parsed

