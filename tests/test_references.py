@@ -46,14 +46,11 @@ def packed(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def qwen(inputs: dict[str, Any]) -> dict[str, Any]:
+def shaped(name: str, *dims: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Tokens of these dimensions, and an argument that lists the sizes of all images."""
     shapes = [(1, H, W), *((1, *size) for size in SIZES)]
-    return {**inputs, "hidden_states": normal(2, COUNT, 16), "img_shapes": [shapes] * 2}
-
-
-def listed(inputs: dict[str, Any]) -> dict[str, Any]:
-    shapes = [(1, H, W), *((1, *size) for size in SIZES)]
-    return {**inputs, "hidden_states": normal(2, COUNT, 4, 1, 2, 2), "shape_list": [shapes] * 2}
+    tokens = normal(2, COUNT, *dims)
+    return lambda inputs: {**inputs, "hidden_states": tokens, name: [shapes] * 2}
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,9 @@ EDITS = (
     Edit("Flux2Transformer2DModel", packed),
     Edit("LongCatImageTransformer2DModel", packed),
     Edit("BriaFiboTransformer2DModel", packed),
-    Edit("QwenImageTransformer2DModel", qwen),
+    Edit("QwenImageTransformer2DModel", shaped("img_shapes", 16)),
     Edit("JoyImageEditTransformer3DModel", dict, ((H, W),)),
-    Edit("JoyImageEditPlusTransformer3DModel", listed),
+    Edit("JoyImageEditPlusTransformer3DModel", shaped("shape_list", 4, 1, 2, 2)),
 )
 
 

@@ -110,7 +110,7 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
 diffusion/attention_backends.py: diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
     counted = name in _TAKES_BIAS and => counted =
-diffusion/layer.py: diffusion/test_apply.py
+diffusion/layer.py: comfyui/test_node.py test_matrix.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
 diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_references.py
     plans=None if learns else plans) => plans=plans)

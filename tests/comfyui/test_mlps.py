@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mame_sd import restored
 from mame_sd.core.cells import DRAWS
 from mame_sd.core.guidance import partition_index
-from tests.comfyui.interface import Model, applied, network
+from tests.comfyui.interface import Model, applied, network, tokens
 
 GRID = 8, 12
 TEXT = 7
@@ -39,10 +39,6 @@ def model() -> Model:
 def mlp_of(model: Model, block: int = 0) -> Any:
     network: Any = model.network
     return network.double_blocks[block].img_mlp
-
-
-def tokens(count: int = 96, seed: int = 1) -> Tensor:
-    return torch.randn(2, count, 16, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, remove_mame
-from mame_sd.core.cells import DRAWS
 from mame_sd.core.guidance import partition_index
 from mame_sd.diffusion.apply_denoiser import hooks_on
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
@@ -22,7 +21,6 @@ from tests.builders.pipelines import sd
 from tests.builders.tiny import run_unet, tiny_sdxl_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import run
 from tests.matrix.models.registry import MODELS
-from tests.matrix.models.watch import latest_plans
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}
@@ -67,21 +65,6 @@ def test_each_timestep_has_destinations_of_its_own_whatever_ran_before() -> None
         assert torch.equal(at(unet, again), first)
     seeds = [at(unet, torch.tensor(500), seed=seed) for seed in (1, 2)]
     assert not torch.equal(*seeds)
-
-
-def test_neighbouring_layers_take_different_draws() -> None:
-    unet = tiny_unet()
-    inputs = unet_inputs(unet)
-    handle = apply_mame(unet, keep=0.25, min_tokens=40)
-    with torch.no_grad(), latest_plans() as plans:
-        unet(**inputs)
-    assert len(plans) == 7
-    for number, (_, hook) in enumerate(handle.layers):
-        plan, draw = (
-            plans[hook.stats.name],
-            int((partition_index(inputs["timestep"]) + number) % DRAWS),
-        )
-        assert torch.equal(plan.dst, plan.cells.dst[draw])
 
 
 @pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": 0.5}], ids=str)

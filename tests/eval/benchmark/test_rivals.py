@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core.restore import cells_and_count, choose_tokens
-from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.diffusion.apply_denoiser import hooks_on
 from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.gates import sensitivity
@@ -152,7 +152,7 @@ def test_every_method_merges_a_unet_and_leaves_no_trace(method: Rival) -> None:
         assert run_unet(unet, height=8, width=8).isfinite().all(), "small layers are left alone"
     assert merged.isfinite().all()
     assert not torch.allclose(merged, plain)
-    assert not has_hooks(unet)
+    assert not hooks_on(unet)
     assert torch.equal(run_unet(unet, height=32, width=32), plain)
 
 
@@ -270,7 +270,7 @@ def test_copied_rows_run_where_something_is_restored() -> None:
     kinds = {level["kind"]: level for level in installed.levels()}
     assert kinds["mlp"]["tokens_kept"] == 128
     installed.remove()
-    assert not has_hooks(pipe.transformer)
+    assert not hooks_on(pipe.transformer)
     other = LoadedModel(pipe=torch.nn.Linear(2, 2), identity={"name": "x"}, guidance=None)
     with pytest.raises(NotApplicable, match="copied: "):
         row.method.install(other)
