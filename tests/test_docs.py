@@ -209,3 +209,22 @@ def test_the_idea_is_drawn_in_four_panels_and_a_rival(
     restored = merged.restore(merged.merge(x))
     apart = (restored - x).square().mean().sqrt().item()
     assert apart < errors["error"], "nearer than groups by position, of as many tokens"
+
+
+def test_readme_names_and_counts_denoisers_as_the_matrix_does() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    ((classes, merge),) = re.findall(r"^(\d+) classes: (\d+) merge,", page, re.M)
+    assert f"{merge} of diffusers' {classes} denoisers" in README
+    (names,) = re.findall(r"denoisers merge. Among them are ([^.(]*) \(", README)
+    for name in " ".join(names.split()).split(", "):
+        assert f"\n| {name} | " in page, name
+
+
+def test_the_default_is_estimated_to_lose_on_no_card() -> None:
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    gains = page.partition("## What the default gains")[2].partition("\n## ")[0]
+    row = r"^\| ([^|]+) \| [^|]+ " + r"\| ([\d./ ]+) " * 5 + r"\|$"
+    lines = re.findall(row, gains, re.M)
+    assert len(lines) >= 8
+    for name, *cells in lines:
+        assert min(float(figure) for cell in cells for figure in cell.split("/")) >= 1, name

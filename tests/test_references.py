@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from mame_sd import (
     MaMeAttnProcessor,
     MaMeConfig,
+    NothingMergedError,
     apply_mame,
     remove_mame,
 )
@@ -209,3 +210,17 @@ def test_models_without_references_refuse_it() -> None:
         MaMeConfig(references=0.25, tau=0.5)
     with pytest.raises(ValueError, match="references: expected a share above 0 and at most 1"):
         MaMeConfig(references=0.0)
+
+
+def test_tokens_of_references_that_merge_count() -> None:
+    """Whether a layer is large enough: they are keys that merge like the image's."""
+    edit = EDITS[0]
+    model, inputs = built(edit)
+    least = H * W + 1
+    handle = apply_mame(model, keep=KEEP, min_tokens=least)
+    output_of(inputs, model)
+    with pytest.raises(NothingMergedError, match=f"fewer than min_tokens={least}"):
+        handle.report()
+    handle.set(references=SHARE)
+    output_of(inputs, model)
+    assert all(layer.merged for layer in handle.report().layers)

@@ -1,6 +1,7 @@
 """The real engine, if MAME_COMFYUI names a checkout of ComfyUI with its requirements installed.
 
-Tiny models of its own classes have their sizes in `tiny.json`.
+Tiny models of its own classes have their sizes in `tiny.json`: those of "tiny" merge, and those of
+"hidden" pass their attention to no node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from mame_sd import embedded_model_path
 
 CHECKOUT = os.environ.get("MAME_COMFYUI", "")
 needs_engine = pytest.mark.skipif(not CHECKOUT, reason="MAME_COMFYUI names no checkout of ComfyUI")
@@ -68,12 +71,8 @@ def _tiny(constants: Mapping[str, Any] | None = None, **fields: Any) -> Tiny:
     return Tiny(constants=made, **fields)
 
 
-TINY = {
-    name: _tiny(**row)
-    for name, row in json.loads(
-        Path(__file__).with_name("tiny.json").read_text(encoding="utf-8")
-    ).items()
-}
+TABLES = json.loads(Path(__file__).with_name("tiny.json").read_text(encoding="utf-8"))
+TINY, HIDDEN = ({n: _tiny(**row) for n, row in TABLES[kind].items()} for kind in ("tiny", "hidden"))
 # What 0.3.64, the oldest engine that the node runs in, does otherwise than 0.33.0 has it recorded.
 OLDEST = "0.3.64"
 OTHER_CALLS = {
@@ -81,6 +80,7 @@ OTHER_CALLS = {
     "Z-Image": "pads no image",
 }
 OTHER_MODELS = {
+    "PixArt": "draws on CUDA",
     "Qwen-Image Layered": "has one layer",
     "Wan S2V": "lets no node change its attention",
     "Z-Image, longer contexts than the image": "takes no references",
@@ -97,11 +97,11 @@ def skip_other(name: str, others: dict[str, str]) -> None:
         pytest.skip(f"{name} of {version} {others[name]}")
 
 
-def patcher(name: str) -> Any:
-    """ComfyUI's ModelPatcher around a tiny model of `TINY`, with seeded weights."""
-    comfy, tiny = engine(), TINY[name]
+def patcher(name: str, **size: Any) -> Any:
+    """ComfyUI's ModelPatcher around a tiny model of `TINY` or `HIDDEN`, with seeded weights."""
+    comfy, tiny = engine(), (TINY | HIDDEN)[name]
     torch.manual_seed(0)
-    model = _made(comfy, tiny, {**tiny.size, "dtype": torch.float32})
+    model = _made(comfy, tiny, {**tiny.size, **size, "dtype": torch.float32})
     for key, tensor in model.diffusion_model.state_dict().items():
         if tensor.is_floating_point() and not key.startswith("__"):
             torch.nn.init.normal_(tensor, std=0.3)
@@ -124,7 +124,7 @@ def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
 
 def inputs(name: str, batch: int | None = None, seed: int = 1) -> dict[str, Any]:
     """Return the arguments of `apply_model`."""
-    tiny, generator = TINY[name], torch.Generator().manual_seed(seed)
+    tiny, generator = (TINY | HIDDEN)[name], torch.Generator().manual_seed(seed)
     batch = tiny.batch if batch is None else batch
     values: dict[str, Any] = {
         "x": torch.randn(batch, *tiny.latent, generator=generator),
@@ -184,3 +184,39 @@ def sampled(
             seed=0,
         )
     return result
+
+
+def embedded_transformer() -> Any:
+    """Load the embedded transformer's weights into ComfyUI's SD3, by the engine's names."""
+    comfy, path = engine(), Path(embedded_model_path("transformer")) / "transformer"
+    weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))
+    texts, last = weights["context_embedder.weight"].shape, 5
+    linear = {"in_features": texts[1], "out_features": texts[0]}
+    size = {"depth": 4, "num_blocks": last + 1, "in_channels": 4, "num_patches": 32 * 32}
+    size |= {"pos_embed_max_size": 32, "out_channels": 4}
+    size["context_embedder_config"] = {"target": "torch.nn.Linear", "params": linear}
+    size["adm_in_channels"] = weights["time_text_embed.text_embedder.linear_1.weight"].shape[1]
+    model = patcher("SD3", **size, qk_norm="rms", x_block_self_attn_layers=[])
+    names = comfy.utils.mmdit_to_diffusers(size)
+    swap = next(to[2] for to in names.values() if isinstance(to, tuple) and len(to) == 3)
+    for end in ("weight", "bias"):  # the table takes the block of number `depth` for the last
+        for i in range(last + 1):
+            to = f"joint_blocks.{i}.context_block.adaLN_modulation.1.{end}"
+            theirs = f"transformer_blocks.{i}.norm1_context.linear.{end}"
+            names[theirs] = (to, None, swap) if i == last else to
+    _load(model, weights, names)
+    return model
+
+
+def _load(model: Any, weights: dict[str, Tensor], names: dict[str, Any]) -> None:
+    """Fill the model with all of `weights` by the engine's names, parts and changes of them."""
+    ours, left = dict(model.model.diffusion_model.state_dict()), set(weights)
+    for theirs in left & set(names):
+        entry = names[theirs]
+        name, part, change = (*(entry if isinstance(entry, tuple) else (entry,)), None, None)[:3]
+        value = weights[theirs].float()
+        value = value if change is None else change(value)
+        target = ours[name] if part is None else ours[name].narrow(*part)
+        target.copy_(value.reshape(target.shape))
+        left.remove(theirs)
+    assert not left, sorted(left)

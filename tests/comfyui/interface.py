@@ -25,11 +25,6 @@ def applied(node: Any, model: Any, **changes: Any) -> Any:
     return node.patch(model, **values)[0]
 
 
-def tokens(count: int = 96, seed: int = 1) -> Tensor:
-    """Draw tokens [2, count, 16], as many as an image of 8 x 12 has."""
-    return torch.randn(2, count, 16, generator=torch.Generator().manual_seed(seed))
-
-
 def network(kind: str, **attributes: Any) -> Any:
     """Make a model of the engine's class of that name that only says where its tokens are."""
     module = type(kind, (nn.Module,), {})()

@@ -6,18 +6,24 @@ Tiny models of its own classes, its own sampler and nodes.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
+from mame_sd import apply_mame, embedded_model_path
 from tests.comfyui.engine import (
+    HIDDEN,
     OTHER_CALLS,
     OTHER_MODELS,
     TINY,
     call,
+    embedded_transformer,
     engine,
     needs_engine,
     patcher,
@@ -77,6 +83,24 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
     assert [one for one in seen if one not in known] == []
 
 
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -> None:
+    """Check the reason for refusing it: an override of another node sees none of its attention."""
+    skip_other(name, OTHER_MODELS)
+    if not hasattr(engine().supported_models, HIDDEN[name].config):
+        pytest.skip(f"this engine has no {name} yet")
+    model, seen = patcher(name), []
+
+    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(args)
+        return function(*args, **kwargs)
+
+    assert torch.isfinite(call(model, name, {"optimized_attention_override": override})).all()
+    assert seen == []
+    with pytest.raises(ValueError, match=f"{name} does not merge, since ComfyUI lets no"):
+        applied(node, model)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_merges_and_leaves_its_model_as_it_is(
     package: Any, node: Any, name: str
@@ -95,6 +119,60 @@ def test_every_family_merges_and_leaves_its_model_as_it_is(
         same = call(applied(node, model, mode="tau", tau=1.0), name)
         close = {"rtol": 1e-4, "atol": 1e-4 * float(before.abs().max())}
         torch.testing.assert_close(same, before, **close)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "keep": {"keep": 0.4, "mlp_keep": 0.25, "min_tokens": 256},
+    "file": {"keep": 0.25, "layers": {"*blocks.0": {"keep": 0.5, "mlp_keep": 0.125}}},
+}
+
+
+def inputs_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return the node's inputs for these settings: by mode, or by a file of single layers."""
+    if name != "file":
+        return {"mode": name, **SETTINGS[name]}
+    path = folder / "settings.json"
+    path.write_text(json.dumps(SETTINGS[name]), encoding="utf-8")
+    return {"settings": str(path)}
+
+
+def of_both(patched: Any, model: Any, theirs: Any, t: Tensor) -> list[Tensor]:
+    """Return the outputs of ComfyUI's SD3 and of diffusers' for the same random arguments."""
+    seen: list[Any] = []
+    hook = model.model.diffusion_model.register_forward_hook(
+        lambda _, args, kwargs, output: seen.append((args, kwargs, output)), with_kwargs=True
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, text, y = (
+        torch.randn(2, *shape, generator=generator) for shape in ((4, 64, 64), (77, 256), (256,))
+    )
+    call(patched, "SD3", x=x, c_crossattn=text, y=y, t=t)
+    hook.remove()
+    (((x, t, *_), kwargs, output),) = seen
+    pooled = {"pooled_projections": kwargs["y"]}
+    with torch.no_grad():
+        expected = theirs(x, encoder_hidden_states=text, timestep=t[:1], **pooled).sample
+    return [output, expected]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_embedded_transformer_is_that_of_apply_mame(
+    node: Any, settings: str, tmp_path: Path
+) -> None:
+    """Drawn anew at each step, with one share and with those of single layers."""
+    theirs = SD3Transformer2DModel.from_pretrained(
+        embedded_model_path("transformer"), subfolder="transformer"
+    )
+    model = embedded_transformer()
+    sigmas = [model.model.model_sampling.sigma(torch.tensor([t, t])) for t in (900, 500)]
+    whole = of_both(model, model, theirs, sigmas[1])
+    apply_mame(theirs, **SETTINGS[settings])
+    patched = applied(node, model, **{"min_tokens": 0, **inputs_of(settings, tmp_path)})
+    merged = [of_both(patched, model, theirs, sigma) for sigma in sigmas]
+    for output, expected in (whole, *merged):
+        assert (output - expected).norm() < 1e-4 * expected.norm()
+    assert (merged[1][0] - whole[0]).norm() > 1e-3 * whole[0].norm()
 
 
 def extras(name: str, node: str) -> Any:

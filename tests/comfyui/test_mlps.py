@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from mame_sd import restored
 from mame_sd.core.cells import DRAWS
 from mame_sd.core.guidance import partition_index
-from tests.comfyui.interface import Model, applied, network, tokens
+from tests.comfyui.interface import Model, applied, network
 
 GRID = 8, 12
 TEXT = 7
@@ -39,6 +40,10 @@ def model() -> Model:
 def mlp_of(model: Model, block: int = 0) -> Any:
     network: Any = model.network
     return network.double_blocks[block].img_mlp
+
+
+def tokens(count: int = 96, seed: int = 1) -> Tensor:
+    return torch.randn(2, count, 16, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -72,6 +77,22 @@ def test_an_mlp_is_computed_on_a_few_tokens_and_restored(node: Any, model: Model
     mlp = mlp_of(model)
     with patched.patched():
         assert torch.equal(mlp(x), plain), "outside of a call all tokens are computed"
+
+
+def test_threads_share_a_node(node: Any, model: Model) -> None:
+    patched = applied(node, model, **MLP)
+    given = [(tokens(seed=i), 0.1 + 0.2 * i) for i in range(4)]
+    wanted = [expected(model, x, sigma=sigma) for x, sigma in given]
+    latent, mlp = torch.zeros(2, 16, 16, 24), mlp_of(model)
+
+    @torch.no_grad()
+    def same(i: int) -> bool:
+        x, sigma = given[i]
+        runs = (patched.apply_model(latent, sigma, lambda _: mlp(x)) for _ in range(10))
+        return all(torch.allclose(run, wanted[i], atol=1e-5) for run in runs)
+
+    with patched.patched(), ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(same, range(4)))
 
 
 def test_a_file_restores_some_mlps(node: Any, model: Model, tmp_path: Path, caplog: Any) -> None:

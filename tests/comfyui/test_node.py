@@ -26,7 +26,6 @@ from tests.comfyui.interface import (
     attention_pytorch,
     network,
     optimized_attention,
-    tokens,
 )
 
 H, W = 8, 12
@@ -52,6 +51,10 @@ def block() -> BasicTransformerBlock:
 @pytest.fixture
 def model(block: BasicTransformerBlock) -> Model:
     return Model(UNetModel(block))
+
+
+def tokens(length: int = H * W, seed: int = 1) -> Tensor:
+    return torch.randn(2, length, 16, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

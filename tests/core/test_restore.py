@@ -394,3 +394,33 @@ def test_the_error_of_tokens_left_out_equals_the_loop(dtype: torch.dtype) -> Non
     assert len(want) == 4
     for sums, wanted in zip(found[0], zip(*want, strict=True), strict=True):
         assert float(sums) == pytest.approx(sum(wanted), rel=max(1e-7, 2 * TOLERANCE[dtype]))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_functions_go_through() -> None:
+    x, fn = tokens(3, 256, 6, dtype=torch.float32), mlp(torch.float32)
+
+    def call(x: Tensor) -> Tensor:
+        return restored(fn, x, (16, 16), 0.25)
+
+    y, moved = torch.func.jvp(call, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(y, call(x))
+    assert moved.isfinite().all()
+    assert moved.any()
+    each = torch.vmap(lambda one: call(one[None])[0])(x)
+    torch.testing.assert_close(each, call(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("noise", [0, 0.1, 1])
+def test_the_error_of_tokens_left_out_is_near_the_true_one(noise: float) -> None:
+    """Noise is what no fit can know, so that it must be part of the estimate."""
+    x, fn, found = tokens(1, 1024, 6), mlp(), []
+    whole = fn(x)
+    generator = torch.Generator().manual_seed(2)
+    whole = whole + noise * torch.randn(whole.shape, generator=generator).to(whole)
+    cells, count = cells_and_count((32, 32), 0.125, 0, x.device)
+    chosen = choose_tokens(x, cells, count, on_error=lambda *sums: found.append(sums))
+    missed = (chosen.restore(chosen.take(whole)) - whole).square().sum()
+    true = (missed / (whole - whole.mean(1)).square().sum()).sqrt()
+    errors, deviations = found[0]
+    assert 0.8 < (errors / deviations).sqrt() / true < 1.6

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, remove_mame
@@ -320,3 +320,33 @@ def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
     handle = apply_mame(unet, min_tokens=40)
     with pytest.raises(ValueError, match=message):
         handle.set(size=(3, 5))
+
+
+class PositionalSelf(Attention):
+    def forward(self, /, hidden_states: torch.Tensor, *others: Any, **more: Any) -> Any:
+        return super().forward(hidden_states, *others, **more)
+
+
+def test_a_layer_is_called_by_the_names_of_its_forward() -> None:
+    attn = PositionalSelf(query_dim=32, heads=2, dim_head=16)
+    handle = apply_mame(attn, keep=0.5, min_tokens=16)
+    with torch.no_grad():
+        attn(torch.randn(1, 64, 32))
+    assert handle.report().layers[0].tokens_kept == 32
+
+
+def guided(unet: Any, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of an unguided and a guided sample of the same latents."""
+    inputs = unet_inputs(unet)
+    inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
+    with torch.no_grad(), apply_mame(unet, min_tokens=40, **fields):
+        output: torch.Tensor = unet(**inputs).sample
+    return output[0], output[1]
+
+
+def test_a_guided_pair_merges_by_the_guided_sample_alone() -> None:
+    unet = tiny_unet()
+    first, second = guided(unet)
+    other, alone = guided(unet, share_guidance_plan=False)
+    torch.testing.assert_close(second, alone)
+    assert not torch.equal(first, other)
