@@ -91,8 +91,7 @@ def run_compare(
     Args:
         prompts: prompts, one for each row of the sheet.
         out: the sheet, a .png file.
-        rounds: number of times that each image is made. The sheet has those of the first round,
-            and the summary the speed of all.
+        rounds: number of times that each image is made, for its mean seconds.
         choice: the model.
         settings: how images are sampled.
         merging: how it merges.
@@ -109,10 +108,17 @@ def run_compare(
             rows.append(compare(model, prompt, settings, ways, tell, on_progress.step))
     texts = [prompt.text for prompt in prompts]
     about: dict[str, Any] = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
-    sheet = compare_sheet(texts, rows[: len(prompts)], about["summary"])
+    rounds_of = (rows[number :: len(prompts)] for number in range(len(prompts)))
+    shown = [[_mean(panels) for panels in zip(*of, strict=True)] for of in rounds_of]
+    sheet = compare_sheet(texts, shown, about["summary"])
     write_sheet(out, sheet, {**about, "model": model.identity})
     said = f"{about['summary']}\n{out}"
     answer(said, {"sheet": str(out), **about}, "mame-sd generate --prompts demo --out out/demo")
+
+
+def _mean(panels: Sequence[Panel]) -> Panel:
+    """Return the first of an image's panels with the mean seconds of all rounds."""
+    return replace(panels[0], seconds=fmean(panel.seconds for panel in panels))
 
 
 def ways_of(config: MaMeConfig, settings: GenerateSettings) -> list[Way]:
