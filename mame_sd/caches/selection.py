@@ -24,7 +24,9 @@ FLOOR = 0.2  # smallest length of a layer, relative to an equal share
 SCORING = 1024  # largest number of the prompt's queries that score keys
 COUNT, AHEAD = 192, 128  # queries that values are fitted to; positions that they are spread over
 SLOT = 4  # bytes of a kept key's slot
-RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # relative to the mean diagonal of the normal equations
+# Ridges relative to the mean diagonal of the normal equations.
+RIDGE_MASS = 0.1
+RIDGE_VALUES = 0.01
 LEAST, MOST_MASS = 1e-2, 1e2  # limits of the factor on a key's mass
 MOST = 1e30  # scores are clamped to it, so that sums over heads are finite
 
