@@ -45,7 +45,7 @@ from scripts.training.train_edits import SHIFT, draw_set
 SEED = 1  # of the edits; the training's held-out loss has 0
 TOKENS = GRID**2
 BEGIN = TEXT + TOKENS  # where the reference's keys begin
-CHANGED = 8  # levels of 255 from which on a pixel counts as changed
+CHANGED = 8  # smallest difference, of 255 levels, of a pixel that counts as changed
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,12 @@ class EngineCall:
 
     @property
     def heads(self) -> int:
-        """Number of heads."""
+        """Return the number of heads."""
         return self.args[0] if self.args else self.kwargs["heads"]
 
     @property
     def mask(self) -> Tensor | None:
-        """Mask [Q, L], [B, Q, L] or [B, H, Q, L], or broadcastable to these; bool or additive."""
+        """Return the mask, bool or additive, broadcastable to [Q, L], [B, Q, L] or [B, H, Q, L]."""
         return self.args[1] if len(self.args) > 1 else self.kwargs.get("mask")
 
     def run(self) -> Tensor:

@@ -131,7 +131,7 @@ class Settings:
 
     @property
     def by_layer(self) -> bool:
-        """True if layers have their own settings."""
+        """Return True if layers have their own settings."""
         return self.config.layers is not None
 
     def of(self, key: Key) -> MaMeConfig | None:
@@ -144,7 +144,7 @@ class Settings:
 
     @property
     def every(self) -> list[MaMeConfig]:
-        """Settings that some layer has."""
+        """Return the settings that some layer has."""
         own = (*self.of_each.values(), *self.of_mlps.values())
         return [one for one in own if one] if self.by_layer else [self.config]
 

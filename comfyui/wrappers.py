@@ -44,7 +44,7 @@ class Call:
         draw: index of the random partition of the model's first layer, LongTensor [1]. Each layer
             counts on from it: neighbouring layers take different partitions, so that their errors
             don't add up.
-        leader: for each sample, the one whose tokens decide what merges (`mame_sd.core.guidance`).
+        leader: for each sample the index of the sample whose tokens decide for it.
         replaced: UNet blocks whose self-attention another node replaces, by the engine's names.
         settings: settings of the layers.
         place: where a transformer's image is.

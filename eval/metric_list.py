@@ -38,7 +38,7 @@ class Metric(Column):
 
 
 def fidelity(name: str, label: str, better: Better, about: str, **more: Any) -> Metric:
-    """Return a metric of images and the baseline's."""
+    """Return a metric of images and the baseline's. Arguments are fields of `Metric`."""
     block: Block = "fidelity"
     return Metric(
         name=name, label=label, better=better, block=block, needs="pair", about=about, **more
@@ -46,13 +46,16 @@ def fidelity(name: str, label: str, better: Better, about: str, **more: Any) -> 
 
 
 def quality(name: str, label: str, needs: Needs, about: str, **more: Any) -> Metric:
-    """Return a metric of images by themselves; more is better unless `more` says otherwise."""
+    """Return a metric of images by themselves; a higher value is better by default.
+
+    Arguments are fields of `Metric`.
+    """
     fields = {"better": "higher", "block": "quality", **more}
     return Metric(name=name, label=label, needs=needs, about=about, **fields)
 
 
 def cost(name: str, label: str, unit: str, digits: int, about: str, **more: Any) -> Metric:
-    """Return a cost; less is better unless `more` says otherwise."""
+    """Return a cost; a lower value is better by default. Arguments are fields of `Metric`."""
     fields = {"better": "lower", "block": "cost", "needs": "time", **more}
     return Metric(name=name, label=label, unit=unit, digits=digits, about=about, **fields)
 

@@ -60,8 +60,8 @@ def names_in(text: str) -> list[str]:
 def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dict[str, T]:
     """Return the entries of `known` that `text` names, separated by commas, each once.
 
-    If `text` is None, all of them. Raises UserError, which lists the names, for an unknown or empty
-    one.
+    If `text` is None, return all entries. Raises UserError, which lists the names, for an unknown
+    or empty one.
 
     >>> named("b,a", {"a": 1, "b": 2})
     {'b': 2, 'a': 1}

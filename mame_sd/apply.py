@@ -31,15 +31,15 @@ def apply_mame(target: object, config: ConfigOrFile = None, **fields: Any) -> Ma
 def apply_mame(
     target: Any, config: ConfigOrFile = None, **fields: Any
 ) -> MaMeHandle | EncoderHandle | CaptionHandle:
-    """Merge tokens of `target` until `remove_mame`. Merging that was applied before is replaced.
+    """Merge tokens of `target` until `handle.remove()` or `remove_mame`. Replace earlier merging.
 
     Args:
         target: a diffusers pipeline, a denoiser or a single Attention module, whose large
-            self-attentions merge (`mame_sd.diffusion.apply_denoiser`). Or a model with a vision
+            self-attentions merge (`mame_sd.diffusion.apply_denoiser`); a model with a vision
             transformer of transformers or timm, whose blocks merge between attention and MLP
-            (`mame_sd.perception.apply_encoder`). If one module contains both, the diffusion model
-            merges; pass the encoder itself to merge it. Or a LLaVA or Qwen-VL, whose visual tokens
-            merge after its vision tower (`mame_sd.captions.apply_captioner`).
+            (`mame_sd.perception.apply_encoder`); or a LLaVA or Qwen-VL, whose visual tokens merge
+            after its vision tower (`mame_sd.captions.apply_captioner`). If one module contains a
+            diffusion model and an encoder, the former merges; pass the encoder itself to merge it.
         config: the settings, or a .json file of them. If None, the measured default.
         fields: fields of MaMeConfig, over those of `config`. For a vision transformer also
             `blocks`, `restore` and `prop_attn`. For a diffusion model also `kernel`, a function of

@@ -118,7 +118,7 @@ class Handle(ABC, Generic[Settings]):
 
     @contextmanager
     def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:
-        """Change settings for a `with` block. Arguments and errors are those of `set`.
+        """Change the settings of all threads for a `with` block. Arguments and errors: see `set`.
 
         with handle.using(keep=0.5):
             features = model(pixel_values)

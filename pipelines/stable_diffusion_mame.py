@@ -113,25 +113,25 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @property
     def tau(self) -> float | str | None:
-        """Threshold that this pipeline merges with, or "default".
+        """Return the threshold that this pipeline merges with, or "default".
 
-        None if `keep` is set or merging is off.
+        It is None if `keep` is set or merging is off.
         """
         return self.config.tau
 
     @property
     def keep(self) -> float | None:
-        """Share of tokens that this pipeline keeps; None if `tau` is set or merging is off."""
+        """Return the share of tokens that stay; None if `tau` is set or merging is off."""
         return self.config.keep
 
     @property
     def mame(self) -> MaMeHandle | None:
-        """Counters (`report`) and plans of the latest call that merged; None before one."""
+        """Return the handle with counters of the latest call that merged; None before one."""
         return self._mame
 
     @property
     def mame_config(self) -> MaMeConfig | None:
-        """All settings that the next call merges with; None if merging is off."""
+        """Return all settings that the next call merges with; None if merging is off."""
         return resolve_setting(self.config.tau, self.config.keep, self.config.mame_config)
 
     def set_mame(self, tau: Any = _UNSET, keep: Any = _UNSET, mame_config: Any = _UNSET) -> None:

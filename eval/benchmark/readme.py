@@ -57,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the case, which is also that of its folder or file."""
+        """Return the name of the case, which is also that of its folder or file."""
         return self.suite.name
 
     def rows(self, names: str | None = None, own: Sequence[str] = ()) -> list[Row]:

@@ -39,6 +39,11 @@ def timing_of(call: Callable[[], object], count: int, device: torch.device) -> T
     """Time one call that makes or reads `count` images, on an idle device.
 
     CUDA counts its peak of memory while it is timed, a CPU only in a separate call (`peak_bytes`).
+
+    Args:
+        call: makes or reads the images.
+        count: number of images.
+        device: device that computes.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:

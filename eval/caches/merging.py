@@ -58,7 +58,7 @@ class CausalMaMe:
         _, *new = x.split([compared.shape[1], *(t.shape[1] for t in flat)], 1)
 
         def joined(old: Tensor, middle: Tensor) -> Tensor:
-            """Keys or values [h, L, D] of which `middle` [K', h D] merged, [1, h, K, D]."""
+            """Join the ends of `old` [h, L, D] with the merged `middle` [K', h D]: [1, h, K, D]."""
             split = middle.unflatten(1, (len(old), -1)).transpose(0, 1).to(old.dtype)
             return torch.cat([old[:, :first], split, old[:, end:]], 1)[None]
 
@@ -71,9 +71,12 @@ def merged(x: Tensor, slots: Tensor, width: int, target: int) -> tuple[Tensor, T
 
     Args:
         x: tokens [n, C].
-        slots: their slots [n].
+        slots: their slots [n], the places at which the model read them.
         width: number of leading features by which they are compared.
         target: number of tokens to reach.
+
+    Returns:
+        The tokens [n', C] that remain and their slots [n'], both in the order of the slots.
     """
     n = len(slots) // 2 * 2  # the last of an odd number has no destination after it
     if not n:

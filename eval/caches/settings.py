@@ -54,7 +54,7 @@ class CacheSettings:
 
     @property
     def kept(self) -> tuple[float, ...]:
-        """Shares of the cache that stay."""
+        """Return the shares of the cache that stay."""
         try:
             return tuple(float(part) for part in self.shares.split(","))
         except ValueError:

@@ -46,7 +46,7 @@ class Captioner:
 
     @property
     def device(self) -> torch.device:
-        """The device that it computes on."""
+        """Return the device that the model computes on."""
         return next(iter(self.model.parameters())).device
 
     def call(self, picture: Image.Image) -> dict[str, Tensor]:

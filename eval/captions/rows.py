@@ -172,6 +172,6 @@ ROWS = {name: Row(name=name, label=label, method=on) for name, (label, on) in _E
 def chosen_rows(text: str | None) -> list[str]:
     """Return the names of the baseline and of the rows that `text` names, separated by commas.
 
-    If `text` is None, all rows. Raises UserError for an unknown name.
+    If `text` is None, return all rows. Raises UserError for an unknown name.
     """
     return list({"baseline": None, **named(text, ROWS)})

@@ -34,10 +34,18 @@ def run_readme(
     """Measure every case, or the one that `options` names, into a folder below `out`.
 
     `out`/readme.json is written after each case. On a CPU one thread computes, so that CPU seconds
-    are those of the work alone. If `sampling` has a seed, the cases begin with other noise.
+    are those of the work alone.
+
+    Args:
+        out: folder of the results. An earlier run of the same command there is continued.
+        prompts: prompts instead of the cases'.
+        options: the rows, and the case if only one is measured.
+        model: a model instead of the cases'.
+        sampling: fields of GenerateSettings. If it has a seed, the cases begin with other noise.
+        command: command that makes the results again.
 
     Returns:
-        what readme.json holds.
+        What readme.json holds.
 
     Raises:
         UserError: several processes, whose seconds can't be compared; an unknown case or row; a
@@ -87,7 +95,7 @@ def _measured(
     sampling: dict[str, Any],
     command: str,
 ) -> dict[str, Any] | None:
-    """Return what is stored of a case, or None if its weights can't be had."""
+    """Measure a case, and return what readme.json holds of it; None without its weights."""
     place, suite = out / case.name, case.suite
     if case.load is None:
         results = run_benchmark(suite, place, prompts, options, model, sampling, command)

@@ -31,7 +31,18 @@ def score_runs(
     tools: Tools,
     on_note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return `metrics` of the run `b`, against the run `a`, and the manifest of the scoring.
+    """Score run `b` against the baseline run `a`.
+
+    Args:
+        a: the baseline's run.
+        b: the run to score.
+        reference: run folder or folder of images that quality is measured against, if any.
+        metrics: the metrics.
+        tools: what computes them.
+        on_note: called with each remark on the runs or on a value.
+
+    Returns:
+        "metrics", a `Value` by name; and "manifest", what was scored by which means.
 
     Raises:
         UserError: runs that do not pair, images that can't be compared, no weights, no reference

@@ -15,9 +15,15 @@ from ..weights.registry import REGISTRY
 def get_weights(
     names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]
 ) -> None:
-    """Get the weights of these names that are not there yet; for no names, of all that metrics use.
+    """Download weights that this machine lacks.
 
-    Raises MachineError when some of them can't be had, after getting the others.
+    Args:
+        names: names of networks. If empty, all that metrics use.
+        weights_dir: folder of the weights. If None, our own folder.
+        on_note: called before each download with a line that names it.
+
+    Raises:
+        MachineError: some of them can't be had; the others are there.
     """
     used = {metric.network for metric in METRICS.values()}
     ready = {found.name for found in status(weights_dir) if found.state == "ready"}

@@ -37,7 +37,16 @@ def noise_of(shape: Sequence[int], count: int, seed: int) -> Tensor:
 def euler(
     velocity: Callable[[Tensor, float], Tensor], state: Tensor, times: Sequence[float]
 ) -> Tensor:
-    """Follow a velocity, a function of state and time, through `times` by Euler's method."""
+    """Follow a velocity from the first to the last of `times` by Euler's method.
+
+    Args:
+        velocity: a function of state and time.
+        state: the state at `times[0]`.
+        times: the times in the order of the steps, ascending or descending.
+
+    Returns:
+        The state at `times[-1]`.
+    """
     for time, following in pairwise(times):
         state = state + (following - time) * velocity(state, time)
     return state

@@ -28,8 +28,8 @@ class Kind:
     Attributes:
         shape: of a sample: [3, height, width], or [3, frames, height, width].
         thumbnails: how many are the condition: the image's, or the first and last frame's.
-        heads: of 64 channels each.
-        blocks: how many.
+        heads: number of heads, of 64 channels each.
+        blocks: number of blocks.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Kind:
 
     @property
     def context_width(self) -> int:
-        """Features of a token of the condition: colour, row, column, which thumbnail."""
+        """Count the features of a token of the condition: colour, row, column, which thumbnail."""
         return 3 + 2 * THUMBNAIL + self.thumbnails
 
 

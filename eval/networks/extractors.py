@@ -53,7 +53,7 @@ class Extractor:
 
     @property
     def resize(self) -> str:
-        """How images are brought to its size."""
+        """Name the way in which images are resized for the network."""
         return f"clean-fid bicubic {self.side}"
 
     def see(self, pixels: Tensor) -> tuple[Tensor, Tensor]:

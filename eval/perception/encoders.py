@@ -52,30 +52,30 @@ class LoadedEncoder:
 
     @property
     def device(self) -> torch.device:
-        """The device that it computes on."""
+        """Return the device that the model computes on."""
         return next(iter(self.model.parameters())).device
 
     @property
     def labels(self) -> dict[str, int]:
-        """Class names and indices; empty without a classifier of images."""
+        """Return class indices by name; empty without a classifier of images."""
         named = getattr(self.model.config, "label2id", None) or {}
         return {str(name): int(number) for name, number in named.items()} if self.classifies else {}
 
     @property
     def classifies(self) -> bool:
-        """True if it has a classifier of images or videos."""
+        """Return True if the model has a classifier of images or videos."""
         name = type(self.model).__name__
         return "ForImageClassification" in name or "ForVideoClassification" in name
 
     @property
     def frames(self) -> int | None:
-        """Number of frames of a clip that it takes, or None if it takes images."""
+        """Return the number of frames of a clip for the model, or None if it takes images."""
         frames = getattr(self.model.config, "num_frames", None)
         return None if frames is None else int(frames)
 
     @property
     def compares_text(self) -> bool:
-        """True if it has a text half to compare images with."""
+        """Return True if the model has a text half to compare images with."""
         halves = ("get_text_features", "get_image_features")
         return all(hasattr(self.model, half) for half in halves)
 

@@ -55,7 +55,7 @@ class Method:
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[EncoderHandle]:
-        """Put the method on `model` for a `with` block, counting tokens and FLOPs."""
+        """Put the method on `model` for a `with` block, and yield a handle that counts its work."""
         from .rivals import rival_on
         from .rules import Rule
 

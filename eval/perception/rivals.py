@@ -96,7 +96,7 @@ class AblatedBlock(MergedBlock):
 
     @property
     def compares_keys(self) -> bool:
-        """True if similarity compares keys."""
+        """Return True if similarity compares keys."""
         return bool(self.compared != "x")
 
     def _feature(self, x: Tensor, normed: Tensor) -> Tensor:

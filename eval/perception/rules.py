@@ -107,7 +107,7 @@ def rows_of(x: Tensor, at: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ToMe(EveryBlock):
-    """Token merging: `r` tokens fewer in every block, at most half of the patches.
+    """Merge `r` tokens in every block, but at most half of the patches (ToMe).
 
     A fractional `r` is spread over the blocks. With `decreasing` (section 4 of the paper) the
     number falls linearly from 2 `r` in the first block to 0 in the last.
@@ -119,7 +119,7 @@ class ToMe(EveryBlock):
     hears: ClassVar[tuple[str, ...]] = ("keys",)
 
     def fewer(self, place: int, places: int) -> int:
-        """Return the number of tokens to merge in the block of that place, if there are enough.
+        """Return how many tokens block `place` of `places` merges, if it has enough patches.
 
         >>> [ToMe(2.5).fewer(place, 4) for place in range(4)], ToMe(8).fewer(5, 12)
         ([3, 2, 3, 2], 8)

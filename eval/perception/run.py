@@ -64,7 +64,7 @@ class Asked:
 
     @property
     def batches(self) -> list[range]:
-        """Indices of the images of each batch."""
+        """Return the indices of the images of each batch."""
         return self.images.batches(self.size)
 
     def inputs(self, places: Sequence[int]) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ class Case:
 
     @property
     def across(self) -> int:
-        """Number of columns on a phone: images with their maps below, or all if they are few."""
+        """Count the columns on a phone: images with their maps below, or all if they are few."""
         images = sum(not shot.area.startswith("map-") for shot in self.shots)
         return images if len(self.shots) > 3 else len(self.shots)
 

@@ -82,7 +82,7 @@ class Point:
 
     @property
     def at(self) -> tuple[float, float]:
-        """(times as fast as the baseline, closeness)."""
+        """Return (times as fast as the baseline, closeness)."""
         return self.speed.mean or 0.0, self.near.mean or 0.0
 
 

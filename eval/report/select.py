@@ -13,13 +13,15 @@ RIVALS = ("tomesd", "rival")  # families of the rows that the headline's is comp
 
 @dataclass(frozen=True)
 class Focus:
-    """The choices that headline, plot and pictures share; None if the results have no such thing.
+    """The choices that headline, plot and pictures share. Those that the results lack are None.
 
     Attributes:
+        baseline: the row of the baseline.
         mame: the row of the headline.
-        rival: the row of others that is nearest to the baseline.
+        rival: the nearest to the baseline of the rivals' rows.
+        fastest: the fastest of the rivals' rows.
         speed: the metric of how many times as fast as the baseline a row is.
-        latency: the cost metric next to it: seconds, or CPU seconds.
+        latency: the cost metric beside `speed`: seconds, or CPU seconds.
         closeness: the fidelity metric that orders the images: LPIPS, or else the first measured
             one.
     """

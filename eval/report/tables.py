@@ -61,12 +61,12 @@ class Table:
 
     @property
     def metrics(self) -> list[Column]:
-        """The metrics in column order."""
+        """Return the metrics in column order."""
         return [metric for _, group in self.groups for metric in group]
 
     @property
     def against(self) -> list[str]:
-        """Labels of the rows that the p-values compare with."""
+        """Return the labels of the rows that the p-values compare with."""
         names = {
             cell.against for line in self.lines for cell in line.cells if cell.p and cell.against
         }
@@ -74,7 +74,7 @@ class Table:
 
     @property
     def footnotes(self) -> list[str]:
-        """``columns: why values are missing, or what to know about them``, each once."""
+        """Return ``columns: why values are missing, or what to know about them``, each once."""
         columns: dict[str, dict[str, None]] = {}  # labels by note, each once
         for line in self.lines:
             for metric, cell in zip(self.metrics, line.cells, strict=False):

@@ -27,7 +27,7 @@ def without_nulls(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One metric as a table shows it; `digits` are those after the decimal point."""
+    """One metric as a table shows it: `digits` after the decimal point, and a text `about` it."""
 
     name: str
     label: str
@@ -39,7 +39,7 @@ class Column:
 
     @property
     def arrow(self) -> str:
-        """The arrow that says which values are better."""
+        """Return the arrow that says which values are better."""
         return "↓" if self.better == "lower" else "↑"
 
 
@@ -77,12 +77,12 @@ class Value:
 
     @property
     def known(self) -> bool:
-        """True if there is a value."""
+        """Return True if there is a value."""
         return self.mean is not None and self.withheld is None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """(low, high), or None if it lacks one of them."""
+        """Return (low, high), or None if the value lacks one of them."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
@@ -185,17 +185,17 @@ class Results:
 
     @property
     def images(self) -> int:
-        """Number of images of each row."""
+        """Return the number of images of each row."""
         return len(self.pictures)
 
     @property
     def measured(self) -> list[MethodResult]:
-        """The rows that are measured."""
+        """Return the rows that are measured."""
         return [row for row in self.rows if row.measured]
 
     @property
     def failed(self) -> list[Gate]:
-        """The gates whose failure makes every figure doubtful."""
+        """Return the failed gates, which make every figure doubtful."""
         return [gate for gate in self.gates if not gate.passed]
 
     @property

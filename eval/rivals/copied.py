@@ -85,7 +85,7 @@ class CopiedTokens(_Copied):
 def choose_copied(
     x: Tensor, cells: Cells, count: int, draw: Tensor | None = None, leader: Tensor | None = None
 ) -> CopiedTokens:
-    """Choose the tokens that `choose_tokens` chooses, without the cost of its fit."""
+    """Choose the tokens that `choose_tokens` chooses for these arguments, without its fit."""
     with no_autocast(x):
         slots, apart = choose_slots(x, cells, count, draw, leader)
     at, unused = positions(cells, slots), apart.new_empty(0)
@@ -99,7 +99,7 @@ def _nearest(hook: RestoreHook, x: Tensor, config: MaMeConfig, size: Size) -> Co
 
 @dataclass(frozen=True, eq=False)
 class CopiedFrames(_Copied):
-    """The tokens of every second frame, which are copied to the following one.
+    """Copy the tokens of every second frame to the frame that follows.
 
     Attributes:
         size: (t, h, w) of the video's tokens.

@@ -1,7 +1,7 @@
 """Plan rivals that ignore the tokens: keys at fixed or random places, mean attention.
 
-Each function takes tokens x [B, L, C] that lie in (h, w) and a source of random numbers, and
-returns a plan, whose `merge` turns tokens [B, L, C] into [B, L', C].
+Each function takes tokens x [B, L, C], their `size` (h, w) and a function `draw` of random numbers
+(no index, as in `mame_sd.core`). It returns a plan, whose `merge` turns [B, L, C] into [B, L', C].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MeanAttention(RivalPlan):
 def todo(x: Tensor, size: Size, draw: Draw, factor: int) -> RivalPlan:
     """Downsample keys and values by nearest neighbours, as ToDo (arXiv 2402.13573).
 
-    Equal to torch.nn.functional.interpolate to h // factor x w // factor with mode "nearest".
+    It equals torch.nn.functional.interpolate to h // factor x w // factor with mode "nearest".
     """
     rows, columns = (
         torch.arange(max(n // factor, 1), device=x.device) * n // max(n // factor, 1) for n in size

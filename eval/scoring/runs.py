@@ -37,7 +37,7 @@ class Run:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The image files, in the order of `items`."""
+        """Return the image files, in the order of `items`."""
         return tuple(item.path for item in self.items.values())
 
     @classmethod

@@ -24,7 +24,7 @@ from .reference import Reference, check_reference
 from .runs import Run
 from .tools import Tools
 
-SPLIT_FROM = 1000  # images from which on the inception score is taken over ten splits
+SPLIT_FROM = 1000  # smallest number of images for an inception score over ten splits
 _CHUNK = 64  # images decoded at once
 MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE}
 

@@ -64,9 +64,8 @@ class Attention:
     def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return cosine and sine of positions [B, N] in the dtype and on the device of x.
 
-        This calls the rotary embedding's forward without the decorator that transformers puts
-        around it, which changes the model if frequencies depend on the length (dynamic NTK,
-        longrope).
+        This bypasses the decorator of the rotary embedding's forward, because the decorator changes
+        the model if frequencies depend on the length (dynamic NTK, longrope).
         """
         forward = inspect.unwrap(type(self.rotary).forward)
         device = next((b.device for b in self.rotary.buffers()), x.device)

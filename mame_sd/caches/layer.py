@@ -137,7 +137,8 @@ class CompressedLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens, which must have come after the compression.
 
-        If `tokens_to_remove` is positive, it is the number of tokens of the sequence that stay.
+        `tokens_to_remove` is minus their number. If it is positive, as older versions of
+        transformers pass it, it is the number of tokens of the sequence that stay.
         """
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
         later = self.seen - self.compressed

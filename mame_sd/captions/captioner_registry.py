@@ -49,7 +49,10 @@ def reader_in(target: Any) -> nn.Module | None:
 
 
 def layer_of(model: Any) -> int:
-    """Return the number of tower blocks before the hidden state that the language model reads."""
+    """Return the number of tower blocks before the hidden state that the language model reads.
+
+    Raise ValueError if it reads several.
+    """
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):
         raise ValueError(

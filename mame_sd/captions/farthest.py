@@ -70,7 +70,10 @@ def merged(x: Tensor, like: Tensor | None, keep: float) -> tuple[Tensor, Tensor]
 
 
 def cosines(x: Tensor) -> Tensor:
-    """Return the cosines of all pairs of x [..., L, C], [..., L, L]; -1 for non-finite rows."""
+    """Return the cosines [..., L, L] of all pairs of rows of x [..., L, C].
+
+    Pairs with a row that is not finite get -1.
+    """
     exact = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     with no_autocast(exact):
         unit = F.normalize(exact, dim=-1)

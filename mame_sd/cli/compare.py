@@ -48,9 +48,15 @@ class Way:
 
 @dataclass(frozen=True)
 class Panel:
-    """A prompt's image in one way, and what merged (`levels`), as fields of LevelReport.
+    """One image of a sheet, made in one `Way`.
 
-    On a CPU its seconds are CPU seconds, which other programs hardly change.
+    Attributes:
+        label: label of the way.
+        image: the image.
+        seconds: seconds it took: on a CPU, CPU seconds, which other programs hardly change.
+        levels: what merged, each level as fields of LevelReport.
+        method: `MaMeConfig.method` of the way.
+        unit: unit of `seconds`.
     """
 
     label: str
@@ -62,15 +68,15 @@ class Panel:
 
     @property
     def heading(self) -> str:
-        """Return its seconds, with their unit."""
+        """Return the image's seconds, with their unit."""
         return f"{self.seconds:.2f} {self.unit}"
 
     def speed(self, baseline: Panel) -> float:
-        """Return how many times as fast it is."""
+        """Return how many times as fast as `baseline` the image was made."""
         return baseline.seconds / max(self.seconds, 1e-9)
 
     def lines(self, baseline: Panel) -> tuple[str, ...]:
-        """Return the lines of text below its heading."""
+        """Return the lines of text below the heading, which compare the image with `baseline`."""
         if self is baseline:
             return (self.label,)
         times = f"{self.speed(baseline):.2f} times as fast"
@@ -204,7 +210,12 @@ def compare_sheet(
 
 
 def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
-    """Return mean seconds, median speed and mean dB over all prompts, by way."""
+    """Summarise each way over `rows`, each of which has one prompt's panels, unmerged first.
+
+    Returns:
+        By label of the way: its mean "seconds" and their "unit"; for all but the first way the
+        median "times_as_fast" and the mean "psnr" in dB; and the "levels" of the first row.
+    """
     found = {}
     for at, panel in enumerate(rows[0]):
         seconds = fmean(row[at].seconds for row in rows)

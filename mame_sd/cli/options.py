@@ -132,7 +132,7 @@ class FieldOptions:
 def command(
     app: typer.Typer, name: str, /, **groups: FieldOptions
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds a command whose parameters in `groups` are groups of options."""
+    """Return a decorator that adds a command to `app`; each of `groups` is a parameter of it."""
     every = {"output": FieldOptions(Output), **groups}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -89,7 +89,7 @@ def difference_map(one: Image.Image, other: Image.Image) -> Image.Image:
 
 
 def nearness(one: Image.Image, other: Image.Image) -> str:
-    """Return the PSNR of two 8-bit images of one size in words; more is nearer.
+    """Describe how near two 8-bit images of one size are by their PSNR; more dB is nearer.
 
     >>> grey = Image.new("RGB", (2, 2), (100, 100, 100))
     >>> nearness(grey, grey), nearness(grey, Image.new("RGB", (2, 2), (101, 101, 101)))

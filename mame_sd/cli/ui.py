@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
     lock = threading.Lock()
 
     def tell(self, noun: str, done: int, total: int) -> None:
-        """Keep how far the images are, and raise UserError after Stop was pressed."""
+        """Keep how many images or steps (`noun`) are done, or raise UserError after Stop."""
         self.progress = f"<p>{noun} {done} of {total} done</p>"
         if self.stopped:
             raise UserError("stopped")
@@ -97,7 +97,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def run_ui(port: int, choice: ModelChoice, settings: GenerateSettings) -> None:
-    """Load the model and serve the page until Ctrl-C."""
+    """Load the model and serve the page until Ctrl-C.
+
+    Args:
+        port: port on this machine. If 0, the system picks a free one.
+        choice: the model.
+        settings: how images are sampled; the page replaces steps and seed.
+
+    Raises:
+        UserError: the port can't be used.
+    """
     try:
         server = Server(("127.0.0.1", port), Handler)
     except OSError as error:

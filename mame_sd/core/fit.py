@@ -128,7 +128,7 @@ def within(fitted: Tensor, values: Tensor) -> Tensor:
 def sized_keys(
     key: Tensor, some: Tensor, others: Tensor, log_sizes: Tensor, scale: float
 ) -> Tensor:
-    """Write the sizes of groups into their keys, for kernels that add no bias to the logits.
+    """Write the sizes of groups into their keys, for kernels that accept no bias of the logits.
 
     k' = k + log(size) w / scale, where w is the ridge regression of the number 1 on a few queries:
     q . w is about 1, so that the logit of each group is about log(size) above that of its mean.

@@ -94,7 +94,7 @@ class _Compiled:
 
 @torch.compiler.assume_constant_result
 def _attribute(size: tuple[int, ...], *options: Any) -> str:
-    """Return the name of the attribute of `_Compiled` that holds these cells."""
+    """Store the cells that `cut` makes as an attribute of `_Compiled`, and return its name."""
     name = "_".join(["cells", *map(str, options + size)]).replace(".", "_")  # a dot would be a path
     if not hasattr(_Compiled, name):
         setattr(_Compiled, name, tuple(vars(_cached_tensors(cut, size, *options)).values()))
@@ -134,9 +134,10 @@ class Groups:
                 multiply 16-bit numbers.
 
         Returns:
-            For each tensor its means [B, M, ...] and the tokens that stay [B, r, ...], in its
-            dtype; and the number of tokens in each group, [B, M], in fp32 (fp64 for fp64). Counts
-            are in 16 bits where means are multiplied in 16 bits and the count is exact.
+            For each tensor the means [B, M, ...] around the M destinations and the tokens that stay
+            [B, r, ...], in its dtype (but see `fitted`); and the number of tokens in each group,
+            [B, M], in fp32 (fp64 for fp64), or in 16 bits where GPUs multiply 16-bit numbers and
+            tiles are so small that 16 bits count exactly.
         """
         cells, batch, own = self.cells, self.row.shape[0], slots[0].dtype
         least = torch.promote_types(own, torch.float32)
@@ -244,13 +245,14 @@ def group_tokens(
             in fp32 (fp64 for fp64), whatever the dtype.
         cells: the tiles and destinations.
         draw: LongTensor [1], the index of the draw. If None, the first draw.
-        leader: LongTensor [B], the sample whose tokens decide for each sample, such as the guided
-            half for the unguided one. If None, or made for another batch size, each sample decides
-            for itself.
+        leader: LongTensor [B], for each sample the index of the sample whose tokens decide for it;
+            for an unguided sample, that of the guided one. If None, or made for another batch size,
+            each sample decides for itself.
         stay: number of tokens that stay alone: those farthest from any destination.
 
     Returns:
-        The groups: T * m around destinations, and `stay` of a single token.
+        The groups: T * m around the destinations (m in each of T tiles), and `stay` groups of one
+        token each.
     """
     drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
     dst, queries = drawn.tensor_split([cells.kept])

@@ -23,7 +23,7 @@ def partition_index(timestep: Tensor | float) -> Tensor:
 
 
 def guidance_leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -> Tensor:
-    """Return the sample whose tokens decide what merges in each sample, LongTensor [B].
+    """Return for each sample the index of the sample whose tokens decide for it, LongTensor [B].
 
     Guidance adds a multiple of the difference between guided and unguided samples, and with it a
     multiple of what merging does to one but not to the other. If both merge the same tokens, most

@@ -51,7 +51,7 @@ class KernelAdapter(NamedTuple):
 
     @property
     def takes_bias(self) -> bool:
-        """Return True if the kernel adds a bias to the logits."""
+        """Return True if the kernel accepts a bias of the logits."""
         return "attn_mask" in self.names
 
     def attend(
@@ -214,7 +214,7 @@ class MergeJob:
             call: as for `place`.
             grids: the grids at their positions among the keys.
             first: position of the first grid's first query.
-            bias: if True, the kernel adds a bias to the logits.
+            bias: if True, the kernel accepts a bias of the logits.
 
         Returns:
             The arguments by name, or None if the keys can't merge under the call's mask.
@@ -254,8 +254,8 @@ class MergeJob:
         Args:
             call: as for `place`.
             name: name of the model's kernel for the report. Empty if the report need not name it.
-            bias: if True, that kernel adds a bias to the logits.
-            kernel: computes the changed call.
+            bias: if True, that kernel accepts a bias of the logits.
+            kernel: the model's kernel, which computes the changed call if `self.kernel` is None.
             unmerged: computes the original call.
             laid_out: converts the output [B, H, Q, D'] of `self.kernel` to the layout that the
                 caller expects. If None, nothing is converted.

@@ -62,11 +62,11 @@ class KeyMerging:
 
 
 class Choice(NamedTuple):
-    """What decides which keys merge, next to the keys themselves.
+    """What decides which keys merge, besides the keys themselves.
 
     Attributes:
         draw: LongTensor [1] in [0, `cells.DRAWS`), the index of the draw. If None, the first draw.
-        leader: LongTensor [B], the sample whose keys decide for each sample
+        leader: LongTensor [B], for each sample the index of the sample whose keys decide for it
             (`guidance.guidance_leaders`). If None, each sample decides for itself.
         known: the groups of each grid by its number, if an earlier call with the same input made
             them. Groups that are made here are stored in it.
@@ -180,7 +180,10 @@ def merge_keys(
 
 
 def repeats_row(length: int, repeats: int, like: Tensor) -> Tensor:
-    """Return a mask [1, 1, 1, length] that counts the last key `repeats` times."""
+    """Return a mask [1, 1, 1, length] that counts the last key `repeats` times.
+
+    It has the dtype of `like` and is on the same device.
+    """
     return cached_tensors(_repeats_row, length, repeats, like.dtype, like.device)
 
 

@@ -1,4 +1,4 @@
-"""Choose the number of tokens from which on a layer merges, if `min_tokens` is not given.
+"""Choose the smallest number of tokens at which a layer merges, if `min_tokens` is not given.
 
 Merging costs a fixed time and saves a share of the attention's time. The latter depends on the
 kernel that PyTorch would run: a fused kernel (such as FlashAttention) is 3 to 20 times as fast as
@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend
 from mame_sd.core.groups import no_modes
 
 FUSED, UNFUSED = "fused", "unfused"
-# Number of tokens from which on a layer merges, by device and kernel. For GPUs it is estimated from
-# the time of merging, 2.7 ms a layer from Python (measured on an H200, docs/gpu.md), and from the
-# time of attention at harsh assumptions. For CPUs it is measured (docs/results.md).
+# Smallest number of tokens at which a layer merges, by device and kernel. For GPUs it is estimated
+# from the time of merging, 2.7 ms a layer from Python (measured on an H200, docs/gpu.md), and from
+# the time of attention at harsh assumptions. For CPUs it is measured (docs/results.md).
 # `MaMeHandle.calibrate` measures each layer instead.
 MIN_TOKENS: dict[tuple[str, str], int] = {
     ("cpu", FUSED): 1024,
@@ -37,13 +37,13 @@ MIN_TOKENS: dict[tuple[str, str], int] = {
     ("other", FUSED): 16384,
     ("other", UNFUSED): 4096,
 }
-# Number of tokens per channel from which on the default merges keys. Attention over L keys is
+# Smallest number of tokens per channel at which the default merges keys. Attention over L keys is
 # L / (L + 6 C) of the work of a block with C channels. Below 4 it is less than two fifths. There a
 # quarter of the keys gains 2 to 7 %, and changes photographs more than restoring MLPs or blocks
 # does (docs/restoring.md).
 MIN_TOKENS_PER_CHANNEL = 4
-# Number of operations from which on an MLP or a block is restored by default. It is estimated as
-# 16 B L C^2, the operations of an MLP four times as wide as its C channels, over L tokens of B
+# Smallest number of operations at which an MLP or a block is restored by default. It is estimated
+# as 16 B L C^2, the operations of an MLP four times as wide as its C channels, over L tokens of B
 # samples. Restoring costs about 2 ms a layer from Python on a GPU. On an H200 an MLP of 2.5e12 is
 # 1.8 times as fast, one of .6e12 half as fast (docs/gpu.md). GeForce cards of capability 8.6 (3050
 # to 3090) are slow enough for a tenth. The number is measured for CPUs and estimated for others.
@@ -55,13 +55,13 @@ MIN_WORK: dict[str, float] = {
     "cuda, capability 9 and above": 1.5e12,
     "other": 5e11,
 }
-# Number of tokens from which on an MLP or a block is restored by default: one tile. Fewer were not
-# measured, and an eighth of the 64 tokens in the middle of SD 1.5 would be 8 of 1,280 channels.
+# Smallest number of tokens at which an MLP or a block is restored by default: one tile. Fewer were
+# not measured, and an eighth of the 64 tokens in the middle of SD 1.5 would be 8 of 1,280 channels.
 MIN_TOKENS_RESTORED = 1024
-# Number of channels from which on a layer is restored by default on GPUs. The time of an MLP and
-# that of restoring it both grow with the tokens. So a narrow layer in a large batch has enough work
-# but gains nothing: with 640 channels a 4090 is estimated to take 1.1 times as long, an A100 1.2
-# times as long.
+# Smallest number of channels at which a layer is restored by default on GPUs. The time of an MLP
+# and that of restoring it both grow with the tokens. So a narrow layer in a large batch has enough
+# work but gains nothing: with 640 channels a 4090 is estimated to take 1.1 times as long, an A100
+# 1.2 times as long.
 MIN_CHANNELS: dict[str, int] = {
     "cuda": 1280,
     "cuda, GeForce of capability 8.6": 640,
@@ -86,7 +86,7 @@ class Kernel(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Return the number of tokens from which on merging saves time."""
+        """Return the smallest number of tokens at which merging saves time."""
         return MIN_TOKENS[self]
 
     @property
@@ -134,7 +134,7 @@ def kernel_on(machine: Machine, width: int) -> Kernel:
 def kernel_of(device: torch.device, dtype: torch.dtype = torch.float32, width: int = 64) -> Kernel:
     """Return the kernel that PyTorch would run for attention without a mask.
 
-    A user's own `kernel=` doesn't change the result, because PyTorch's kernel runs without merging.
+    A user's `kernel=` doesn't change the result, because unmerged calls don't run it.
 
     Args:
         device: device of the tensors.

@@ -155,6 +155,9 @@ def plan_tokens(
         seed: seed of a random partition.
         refine: see `fusion_weights`.
 
+    Returns:
+        The plan, whose `merge` and `restore` apply to any tokens [B, L, C].
+
     Raises:
         ValueError: x has a wrong shape or dtype, or a metric or partition is unknown.
     """

@@ -55,9 +55,10 @@ def keep_attention(
 
 
 def group_tokens(x: Tensor, tiles: Parts, drawn: Parts, kept: int) -> Tensor:
-    """Return the group of each of the tokens x [N, C], LongTensor [N].
+    """Group the tokens x [N, C], and return each one's group as a LongTensor [N].
 
-    Destinations form the first groups, and the farthest tokens stay alone.
+    Destinations form the first groups; the farthest tokens stay alone, each in one of the others.
+    `tiles`, `drawn` and `kept` are those of `keep_attention`.
     """
     groups, far, count = torch.empty(len(x)).long(), torch.empty(len(x)).to(x), 0
     for tile, destinations in zip(tiles, drawn, strict=True):
@@ -116,7 +117,7 @@ def restored(
 
 
 def bounded(fitted: Tensor, values: Tensor) -> Tensor:
-    """Clamp fitted values [.., K, D] to the range of `values` [.., N, D], a bit extended."""
+    """Clamp fitted values [.., K, D] to the range of `values` [.., N, D], extended by `ROOM`."""
     low, high = values.amin(-2, keepdim=True), values.amax(-2, keepdim=True)
     room = ROOM * (high - low)
     return torch.clamp(fitted, low - room, high + room)

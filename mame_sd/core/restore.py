@@ -72,9 +72,9 @@ class Chosen(ABC):
         y.add_(self.restore(f))
 
     def take_around(self, t: Tensor, before: int) -> Tensor:
-        """Return the chosen tokens and all others than the images', [B, n', C], of t [B, n, C].
+        """Return the chosen tokens and those around the images, [B, n', C], of t [B, n, C].
 
-        The images' tokens begin at `before`.
+        The images' tokens begin at position `before`.
         """
         if t.shape[1] == self.tokens_in:
             return self.take(t)
@@ -89,7 +89,7 @@ class Chosen(ABC):
         return torch.cat([first, self.restore(images), last], 1)
 
     def add_restored_around_(self, y: Tensor, f: Tensor, before: int) -> Tensor:
-        """Add `restore_around(f, before)` to y [B, n, C] in place."""
+        """Add `restore_around(f, before)` to y [B, n, C] in place, and return y."""
         first, images, last = self._around(f, before)
         end = before + self.tokens_in
         y[:, :before].add_(first)
@@ -282,8 +282,8 @@ def choose_tokens(
         cells: the tiles, and the cells of which one token each is drawn.
         count: K, the chosen tokens of each tile; more than `cells.m` and at most the tile's tokens.
         draw: LongTensor [1], the index of the draw. If None, the first draw.
-        leader: LongTensor [B], the sample whose tokens are chosen in each sample, such as the
-            guided one for the unguided one. If None, each sample chooses its own.
+        leader: LongTensor [B], for each sample the index of the sample whose tokens decide for it;
+            for an unguided sample, that of the guided one. If None, each sample decides for itself.
         on_error: see `ChosenTokens`.
 
     Returns:
@@ -349,7 +349,7 @@ def choose_slots(
 
 
 def positions(cells: Cells, slots: Tensor) -> Tensor:
-    """Return the positions [B, T * K] of tokens by their slots [B * T, K] in their tile."""
+    """Return the positions [B, T * K] in the grid of `slots` [B * T, K], which count by tile."""
     at = slots
     if cells.tiles > 1:
         starts = cached_tensors(_starts, cells.tiles, cells.width, slots.device)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mame_sd.core.intercept import running_job, watch_replacement
 
-# Backends of the dispatcher whose kernels add a bias to the logits. For all others, keys carry the
-# sizes of their groups (`sized_keys`).
+# Backends of the dispatcher whose kernels accept a bias of the logits. For all others, keys carry
+# the sizes of their groups (`sized_keys`).
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
 
 

@@ -262,7 +262,7 @@ def _check(handle: MaMeHandle) -> None:
 
 
 def _merges(number: int) -> set[str]:
-    """Return the settings by which a form merges or restores."""
+    """Return the names of the settings by which form `number` merges or restores."""
     return {name for name, share in FORMS[number].items() if share < 1}
 
 

@@ -129,13 +129,16 @@ class Plans:
 
 
 def snapshot(timestep: Any) -> tuple[Any, int]:
-    """Return a timestep and its version, the number of changes of the tensor."""
+    """Return a timestep and its version, the number of changes of the tensor in place."""
     counted = isinstance(timestep, Tensor) and not timestep.is_inference()
     return timestep, timestep._version if counted else 0
 
 
 def unchanged(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
-    """Return True if two noted timesteps are equal and neither has changed since."""
+    """Return True if the timestep of `before` equals that of `now`, and hasn't changed in place.
+
+    Both are results of `snapshot`. If this can't be known, return False.
+    """
     (first, version), (second, _) = before, now
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return type(first) is type(second) and bool(first == second)

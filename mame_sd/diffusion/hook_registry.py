@@ -18,8 +18,8 @@ _ATTRIBUTE = "_mame_hook"  # attribute of a module, its merging hook
 class PreHook:
     """A plain forward pre-hook that reads a module's arguments and changes nothing.
 
-    Other tools (DeepCache, offloading) replace a module's forward. A wrapper of ours would be lost
-    under theirs, or undo it. If a pre-hook has a method `after`, it is called after the module has
+    It replaces no forward, because other tools (DeepCache, offloading) do: ours could be lost under
+    theirs, or undo theirs. If a pre-hook has a method `after`, it is called after the module has
     returned or raised an Exception (PyTorch does not call it after a KeyboardInterrupt).
     """
 
@@ -29,8 +29,8 @@ class PreHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read a call.
 
-        Each class defines its own method, because `torch.compile` would compile a shared method for
-        each class.
+        Each class defines its own method, because `torch.compile` would recompile a shared one for
+        each class, and it limits recompilations.
         """
         raise NotImplementedError
 

@@ -160,7 +160,7 @@ class AttentionAdapter(ABC):
         return None
 
     def plan(self, route: Route) -> Plan:
-        """Plan which whole tokens of a call merge."""
+        """Plan which whole tokens of a call merge, whose settings have a `tau`."""
         assert route.feature is not None
         assert route.config.tau is not None
         return plan_tokens(route.feature, route.config.tau)

@@ -158,7 +158,7 @@ class MaMeAttnProcessor:
         self._passed.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the counters out: they belong to this model's modules."""
+        """Leave out the counters: a copy counts the calls of its own model."""
         return {**self.__dict__, "_stats": {}, "_passed": Counter()}
 
     def __setstate__(self, values: dict[str, Any]) -> None:

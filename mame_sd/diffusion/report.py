@@ -110,7 +110,7 @@ class MaMeReport(Report):
         if largest := self._left_by_default():
             lines.append(
                 "no layer merges, which is the fastest way here by default;"
-                f" min_tokens={largest} merges the largest all the same"
+                f" min_tokens={largest} merges the largest anyway"
             )
         return "\n".join(lines)
 

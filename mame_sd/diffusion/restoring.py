@@ -103,7 +103,7 @@ class RestoringForward(MergedForward):
 
 
 def _named_tokens(kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """Return the argument that holds a module's tokens and its name, or None if there is none."""
+    """Return the name and value of the argument that holds a module's tokens, or (None, None)."""
     for name in ("hidden_states", "x", "hidden_state", *kwargs):
         if isinstance(kwargs.get(name), Tensor):
             return name, kwargs[name]
@@ -184,7 +184,10 @@ class RestoreHook(LayerHook):
     def references(
         self, tokens: Tokens, x: Tensor, start: int, config: MaMeConfig
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the sizes of the reference images in an input x that are restored too."""
+        """Return the sizes of the reference images in an input x that are restored too.
+
+        `tokens` is the layout of x, and `start` the position of the image's first token in x.
+        """
         sizes = tokens.references if self.of_references and config.references != 1 else ()
         counts = [*map(math.prod, sizes)]
         if x.shape[1] < start + tokens.count + sum(counts):
@@ -192,7 +195,7 @@ class RestoreHook(LayerHook):
         return () if any(self.too_few(count, x, config) for count in counts) else sizes
 
     def choose(self, x: Tensor, config: MaMeConfig, size: tuple[int, ...]) -> ChosenTokens:
-        """Choose among the tokens x [B, L, C] of an image of (h, w) or (t, h, w) tokens."""
+        """Choose among the tokens x [B, L, C] of an image whose `size` is (h, w) or (t, h, w)."""
         # Compiled regions estimate nothing.
         estimating = None if torch.compiler.is_compiling() else self.shared.estimating.value
         on_error = None
@@ -204,7 +207,7 @@ class RestoreHook(LayerHook):
     def choice(
         self, x: Tensor, config: MaMeConfig, size: tuple[int, ...]
     ) -> tuple[Cells, int, Tensor | None, Tensor | None]:
-        """Return the `cells`, `count`, `draw` and `leader` with which `choose` chooses tokens."""
+        """Return the cells, count, draw and leader for `choose_tokens`; arguments as `choose`."""
         keep: float = getattr(config, self.keep_of)
         step = self.step()
         leader = step.leader if config.share_guidance_plan else None
@@ -216,7 +219,7 @@ class RestoreHook(LayerHook):
         return image
 
     def too_few(self, count: int, x: Tensor, config: MaMeConfig) -> str:
-        """Return why an image of so few tokens isn't restored. Empty if it is."""
+        """Return why an image of `count` tokens in an input x isn't restored. Empty if it is."""
         if config.min_tokens is None:
             return too_little_work(x, count)
         few = count < config.min_tokens
@@ -363,7 +366,7 @@ class CrossAttentionHook(PartHook):
 
 
 class BlockHook(RestoreHook):
-    """Compute a block on a few tokens, with the keys of all, and restore the change it makes.
+    """Compute a block for a few tokens, which attend to all, and restore what it adds to others.
 
     Attributes:
         fused: if the MLP shares projections with the attention, the `FusedMLP` that computes the

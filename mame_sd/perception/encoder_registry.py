@@ -245,7 +245,7 @@ def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
 
 
 def _clip(kind: str, prefix: int) -> None:
-    """Register the image half of CLIP and its relatives, whose text half has other blocks."""
+    """Register the image half of a CLIP of class prefix `kind`; its text half doesn't merge."""
     models = (f"{kind}VisionModel", f"{kind}VisionTransformer")
     branches = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
     named = kind, models, f"{kind}EncoderLayer", *branches, prefix, "self_attn.k_proj"

@@ -97,7 +97,12 @@ class ForwardState(HookOwner):
 
     @outside_old_graphs
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check a call of the model before its forward, and raise if it can't merge."""
+        """Check a call of the model before its forward.
+
+        Raises:
+            RuntimeError: a replica, a trace or a replaced inner module can't merge.
+            ValueError: the images are padded.
+        """
         if not torch.compiler.is_compiling():
             self.running.add(threading.get_ident())
         for hook in self.inner:

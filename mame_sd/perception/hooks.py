@@ -99,7 +99,7 @@ def ours_on(module: nn.Module) -> list[Placed]:
 
 
 def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
-    """Put a method on `module`, in a place as in `Placed`."""
+    """Put `method` on `module`, as a hook or in place of its own method; `place` as in `Placed`."""
     if place in ("before", "after", "end"):
         add_hook(module, method, place)
     else:

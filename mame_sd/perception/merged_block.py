@@ -214,7 +214,7 @@ class MergedBlock(HookOwner):
         return plan_block(feature, self.config, size, self.shared.num_prefix_tokens)
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
-        """Count the multiply-adds of merging one image, of whose channels `dim` are compared."""
+        """Count the multiply-adds of merging one image's tokens by `dim` compared features."""
         if isinstance(plan, GroupPlan):  # one product to compare, one for the means
             pairs, products = plan.body.cells.kept * plan.body.tokens_in, channels
         else:

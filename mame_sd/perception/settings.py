@@ -56,7 +56,8 @@ def is_paper(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
 def shares(keep: float, count: int) -> list[float]:
     """Spread `keep`, the mean share of tokens, over `count` blocks.
 
-    The merged share falls with the square root of the number of blocks that are still to merge.
+    The merged share falls with the square root of the number of blocks that are still to merge. No
+    block keeps less than `FEWEST`, which may raise the mean above `keep`.
 
     >>> [round(share, 2) for share in shares(0.8, 6)]
     [0.73, 0.75, 0.78, 0.81, 0.84, 0.89]

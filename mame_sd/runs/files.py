@@ -73,7 +73,7 @@ def check_place(folder: Path, out: Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a path exists; a name that is too long is an OSError."""
+    """Return True if a path exists; a name that is too long is an OSError."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,7 @@ def _exists(path: Path) -> bool:
 
 @contextlib.contextmanager
 def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """Return a context with a file to write to, which replaces `path` when the block ends well.
+    """Open a file for a `with` block. It replaces `path` if the block ends without an error.
 
     Folders above `path` are created. `temporary`, a path on the same file system, is by default
     a hidden file next to `path`.

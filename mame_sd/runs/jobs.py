@@ -123,9 +123,9 @@ def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
 
 
 def described_sampling(prompts: Sequence[Prompt], settings: GenerateSettings) -> dict[str, Any]:
-    """Return the prompts and sampling settings as the manifest has them.
+    """Return the sampling settings, and number and digest of the prompts, for the manifest.
 
-    The model's own guidance is omitted, because the settings don't know it.
+    `guidance` is omitted if the model's own applies, which the settings don't contain.
     """
     values = asdict(settings)
     if settings.guidance is None:

@@ -63,7 +63,7 @@ class ModelChoice:
 
     @property
     def name(self) -> str:
-        """Return the model's name, without its place."""
+        """Return the name of the model's file or folder without the path, or the model as given."""
         return "embedded" if self.embedded == "unet" else name_of(self.model or "")
 
     @property
@@ -247,13 +247,13 @@ def digest_of(source: Path) -> str:
 
 
 def name_of(source: str) -> str:
-    """Return the name of a folder or file without its place, or a hub id as it is."""
+    """Return the name of a folder or file without its path, or a hub id as it is."""
     if os.path.isdir(source):
         return shown(Path(source).resolve().name)
     return shown(os.path.basename(source)) if os.path.exists(source) else source
 
 
 def name_and_digest(source: str) -> dict[str, str | None]:
-    """Return a path's name without its place and its digest, which is None for a hub id."""
+    """Return the name and the digest of a folder or file; of a hub id the digest is None."""
     digest = digest_of(Path(source)) if os.path.exists(source) else None
     return {"name": name_of(source), "sha256": digest}

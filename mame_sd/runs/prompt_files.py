@@ -140,7 +140,7 @@ def _read(path: Path) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Return each prompt of a text with the number of its line."""
+    """Yield the line number and the prompt of each line of a text that has one."""
     for number, line in enumerate(text.split("\n"), 1):
         prompt = line.strip(" \t\r")
         if prompt and not prompt.startswith("#"):
@@ -148,7 +148,7 @@ def _lines(text: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Return the cells of each row of a table, by column, with the number of its first line."""
+    """Yield the number of the first line and the cells by column of each row of a table."""
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1

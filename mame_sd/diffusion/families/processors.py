@@ -43,7 +43,10 @@ PLAIN_PROCESSORS = frozenset(
 
 
 def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
-    """Call `processor` for `attn` with those `arguments` that its call names, as diffusers does."""
+    """Call `processor` for `attn` as diffusers does, and return its output.
+
+    `arguments` are `hidden_states` and others, which are passed if the processor's call names them.
+    """
     hidden_states, kind = arguments.pop("hidden_states"), type(processor)
     names = (_KNOWN.get(kind) or _parameters(kind)) | {"encoder_hidden_states", "attention_mask"}
     given = {name: value for name, value in arguments.items() if name in names}
