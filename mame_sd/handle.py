@@ -46,8 +46,12 @@ class Handle(ABC, Generic[Settings]):
         """Return this handle, whose merging is removed at the end of the `with` block."""
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.remove()
+        except RuntimeError:  # a thread is in a forward of the model
+            if kind is None:
+                raise
 
     @abstractmethod
     def report(self) -> Report:

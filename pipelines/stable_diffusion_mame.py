@@ -26,9 +26,9 @@ from diffusers import StableDiffusionPipeline
 from mame_sd.config import NAMES, MaMeConfig, check_names, checked
 from mame_sd.diffusion.apply_denoiser import build_handle, hooks_on
 from mame_sd.diffusion.handle import MaMeHandle, Placed
-from mame_sd.diffusion.hook_registry import put_hook
+from mame_sd.diffusion.hook_registry import put_hook, remove_hook
 from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
-from mame_sd.diffusion.threads import CHANGES, begin, end
+from mame_sd.diffusion.threads import CHANGES, begin, check_idle, end
 
 SAVED = {"tau": DEFAULT, "keep": None, "mame_config": None}  # with their defaults
 FIELDS = tuple(name for name in NAMES if name not in SAVED)
@@ -220,12 +220,19 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         handle.reset()
 
     def _end(self) -> None:
-        """Put the hooks of other handles back, which the calls that merge have replaced."""
-        if self._foreign:
-            self._mame.remove()  # type: ignore[union-attr]
+        """Put the hooks of other handles back, which the calls that merge have replaced.
+
+        Raises:
+            RuntimeError: afterwards, if another thread makes an image, which then has two settings.
+        """
+        if not self._foreign:
+            return
+        for module, hook in hooks_on(self.unet):
+            remove_hook(module, hook.name)
         for module, hook in self._foreign:
             put_hook(module, hook)
         self._foreign = []
+        check_idle(self.unet, "the end of the call")
 
 
 def _dict_of(mame_config: Any) -> dict[str, Any]:

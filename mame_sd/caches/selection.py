@@ -56,7 +56,7 @@ class Selection:
 
     def score_layer(self, view: CacheView, keep: float) -> ScoredLayer:
         """Score the keys of a layer, and choose the queries that its values will be fitted to."""
-        moved, valid = view.future_queries(SCORING, AHEAD)
+        moved, valid = view.future_queries(SCORING if self.score is None else COUNT, AHEAD)
         scores = future_attention(view, moved, valid) if self.score is None else self.score(view)
         real = isinstance(scores, Tensor) and not scores.is_complex()
         if not real or scores.shape != view.slots.shape:

@@ -48,7 +48,7 @@ class CaptionHandle(Handle[MaMeConfig]):
     def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:
         """Change settings in this thread or task alone. Arguments and errors are those of `set`.
 
-        Each answer keeps the settings with which it began.
+        Each answer keeps the settings with which it began. Nothing merges while `active` is False.
         """
         given = read_config(config)
         self._check_change("using")

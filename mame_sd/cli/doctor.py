@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -36,11 +36,14 @@ class Check:
 
 def examine(choice: ModelChoice) -> list[Check]:
     """Run every check. Nothing is downloaded unless `choice` names a hub model."""
-    device = pick_device(choice.device)
     with doing("examining this machine and the model"):
+        first = _guarded("device", lambda: _device(pick_device(choice.device)))
+        if first.state == "fail":
+            choice = replace(choice, device="cpu")
+        device = pick_device(choice.device)
         return [
             *_versions(),
-            _guarded("device", lambda: _device(device)),
+            first,
             _guarded("attention", lambda: _attention(device)),
             _guarded("model", lambda: _model(choice)),
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +15,6 @@ from mame_sd.cli.console import OUTPUT, answer, doing, note, progress
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.report import NAMES
 from mame_sd.diffusion.saved_setting import ENTRY
-from mame_sd.json_files import read_object
 from mame_sd.report import counted
 from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
@@ -90,8 +91,9 @@ def load(choice: ModelChoice, process: Process | None = None) -> LoadedModel:
         model = load_model(choice, process.local_rank)
     if process.is_main and not OUTPUT.get().quiet:
         logging.set_verbosity_warning()
-    index = Path(model.pipe.config.get("_name_or_path") or "") / "model_index.json"
-    if process.is_main and index.is_file() and ENTRY in read_object(index, "a pipeline"):
+    folder = model.pipe.config.get("_name_or_path")  # none of a single file
+    index = Path(folder or os.devnull) / "model_index.json"
+    if process.is_main and index.is_file() and ENTRY in json.loads(index.read_text("utf-8")):
         note(
             "StableDiffusionMaMePipeline saved its setting with this model, which commands don't"
             " read: give options, or a file mame.json in the folder"

@@ -31,7 +31,15 @@ _METAVARS = {bool: "", int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"
 
 
 class _PlainHelp:
-    """Help texts without Python's types."""
+    """Help texts without Python's types, and errors that name the command."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, arguments)  # type: ignore[misc]
+        except Exception as error:  # an option without its value has no context
+            if getattr(error, "ctx", context) is None:
+                error.ctx = context  # type: ignore[attr-defined]
+            raise
 
     def get_params(self, context: Any) -> list[Any]:
         found: list[Any] = super().get_params(context)  # type: ignore[misc]

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.errors import UserError, unexpected
-from mame_sd.runs.files import check_place, write_atomically
+from mame_sd.runs.files import check_place, write_atomically, writing
 
 FONT_SIZE, LARGE = 15, 30  # pixels
 LINE, LARGE_LINE = 20, 38  # pixels from one line of text to the next
@@ -108,8 +108,10 @@ def psnr(one: Image.Image, other: Image.Image) -> float:
 def check_sheet_path(path: Path) -> None:
     """Raise UserError if a sheet can't be written to `path`, or if another file is there."""
     check_place(path.parent, path)
-    if path.suffix.lower() != ".png" or path.is_dir():
-        got = "a folder" if path.is_dir() else path.suffix or "no ending"
+    with writing(path):  # its name may be too long
+        is_folder = path.is_dir()
+    if path.suffix.lower() != ".png" or is_folder:
+        got = "a folder" if is_folder else path.suffix or "no ending"
         advice = "name a file such as sheet.png"
         raise unexpected(f"--out {path}", "a file ending in .png", got, advice)
     if path.exists():

@@ -336,14 +336,30 @@ class MaMeHandle(Handle[ResolvedConfig]):
             RuntimeError: another thread makes an image with the model.
         """
         with CHANGES:
-            ours = [(m, hook) for m, hook in self._hooks if hook_on(m, hook.name) is hook]
-            if ours:
+            if self.applied:
                 check_idle(self.root, "remove")
-            for module, hook in ours:
+            self._take_off()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove this handle's hooks at the end of a `with` block.
+
+        Raises:
+            RuntimeError: afterwards, if the block raised nothing and another thread makes an image,
+                part of which is merged then.
+        """
+        with CHANGES:
+            self._take_off()
+        if kind is None:
+            check_idle(self.root, "the end of the block")
+
+    def _take_off(self) -> None:
+        """Remove this handle's hooks from the model and its check from the pipeline."""
+        for module, hook in self._hooks:
+            if hook_on(module, hook.name) is hook:
                 remove_hook(module, hook.name)
-            check = check_of(self.pipe)
-            if check is not None and check.handle is self:
-                forget_pipeline(self.pipe)
+        check = check_of(self.pipe)
+        if check is not None and check.handle is self:
+            forget_pipeline(self.pipe)
 
     def install(self) -> None:
         """Put the hooks back after `remove`, or replace those of a later `apply_mame`.

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from mame_sd.errors import MachineError, UserError, unexpected
 
+DEEPEST = 256  # new folders, one in another
 # Failures of the machine: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
@@ -60,11 +61,15 @@ def check_place(folder: Path, out: Path) -> Path:
     place = folder
     with writing(out):
         while not _exists(place):
+            if place == place.parent:  # a drive that is missing
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             place = place.parent
     if not place.is_dir():
         problem = f"expected a folder, got the file {place}"
     elif folder != place and folder.is_symlink():
         problem = "expected a folder, got a link to nothing"
+    elif len(folder.parts) - len(place.parts) > DEEPEST:  # pathlib creates folders recursively
+        problem = f"expected at most {DEEPEST} new folders, one in another"
     elif not os.access(place, os.W_OK | os.X_OK):
         problem = f"expected a folder that can be written, but {place} can't be"
     else:

@@ -142,7 +142,7 @@ def _loading(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds
         if isinstance(error, ImportError) or str(error).startswith("Failed to import"):
-            cause = str(error).strip().splitlines()[-1]
+            cause = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise MachineError(
                 f"--model {name}: a package that it needs does not load ({cause}); install it with"
                 " pip"

@@ -194,7 +194,8 @@ def _prompt(place: str, number: int, values: dict[str, str]) -> Prompt:
     """Return the `number`-th prompt of a file, from its cells."""
     _check_text(place, values["prompt"])
     seed = values.get("seed")
-    if seed is not None and not (seed.strip().isdecimal() and int(seed[:40]) < 2**63):
+    seed = None if seed is None else seed.strip()
+    if seed is not None and not (seed.isdecimal() and int(seed[:40]) < 2**63):
         allowed = "a whole number from 0 to 2^63 - 1"
         raise unexpected(f"{place}seed", allowed, repr(seed), "correct it")
     return Prompt(

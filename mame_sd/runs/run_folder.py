@@ -126,7 +126,11 @@ class RunFolder:
 
     def close(self, complete: bool) -> None:
         """Release the folder, and remove temporary files if the run is complete."""
-        self._lock.release()  # first, because Windows removes no open file
+        if complete:
+            for path in self.work.glob("*"):
+                if path.name != "lock":  # Windows removes no open file
+                    path.unlink(missing_ok=True)
+        self._lock.release()
         if complete:
             shutil.rmtree(self.work, ignore_errors=True)
 
@@ -134,6 +138,8 @@ class RunFolder:
         """Return the latest record of each image; what is no record is dropped."""
         with writing(self.path):
             lines = self.samples.read_bytes().split(b"\n") if self.samples.exists() else []
+            for part in self.work.glob("samples-*.jsonl"):  # of versions before 0.2
+                lines += part.read_bytes().split(b"\n")
             lines += [part.read_bytes() for part in self.work.glob("*.json")]
         found: dict[str, Mapping[str, Any]] = {}
         for line in lines:

@@ -12,6 +12,8 @@ from torch import Tensor
 from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import (
+    AHEAD,
+    COUNT,
     future_attention,
     gather_keys,
     token_bytes,
@@ -179,6 +181,14 @@ def test_scores_that_are_no_number_for_each_key_are_refused(found: Any, got: str
     message = rf"method: expected a number for each key, \[1, 2, 40\], got {got}"
     with pytest.raises(ValueError, match=message):
         shortened([view_of()], 0.5, Selection(lambda view: found))
+
+
+def test_values_are_fitted_to_as_many_queries_whatever_scores_the_keys() -> None:
+    view = view_of(300)
+    own = Selection(lambda view: view.keys.norm(dim=-1)).score_layer(view, 0.5)
+    queries, valid = view.future_queries(COUNT, AHEAD)
+    assert torch.equal(own.queries, queries)
+    assert torch.equal(own.valid, valid)
 
 
 def test_a_layer_s_mask_adds_the_bias_of_keys_and_hides_padding() -> None:

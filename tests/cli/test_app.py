@@ -56,7 +56,7 @@ generate --steps | --steps
 generate --steps many | --steps: expected a whole number, got 'many'; mame-sd generate --help
 generate | expected prompts, got none; give "a prompt" in quotes, or --prompts FILE
 generate ' ' | expected a prompt, got an empty one
-generate --prompts | Option '--prompts' requires an argument; mame-sd --help shows
+generate --prompts | Option '--prompts' requires an argument; mame-sd generate --help shows
 generate --prompts . | .: expected a prompt file ending in .txt, .csv, .tsv
 generate x --steps 0 | --steps: expected at least 1, got 0
 generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mame_sd import apply_mame, remove_mame
+from mame_sd.diffusion.apply_denoiser import hooks_on
 from tests.builders.pipelines import mame_pipeline
 from tests.builders.tiny import generate, run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
@@ -165,17 +166,33 @@ def test_a_forward_that_ended_by_an_error_is_not_under_way(
     assert handle.config.keep == 0.25
 
 
-def test_the_end_of_a_block_says_that_an_image_was_under_way() -> None:
+def test_a_block_that_ends_during_an_image_removes_merging() -> None:
     pipe = tiny_pipeline()
-    other = ExitStack()
-    with (
-        other,
-        pytest.raises(RuntimeError, match=f"remove: {BUSY}"),
-        apply_mame(pipe, **MERGED) as handle,
-    ):
+    for kind in (None, ValueError):  # an error of the block is not hidden by that of its end
+        handle = apply_mame(pipe, **MERGED)
+        busy = pytest.raises(RuntimeError, match=f"the end of the block: {BUSY}")
+        with (
+            standing(pipe.unet.mid_block, lambda: generate(pipe)),
+            busy if kind is None else nullcontext(),
+        ):
+            handle.__exit__(kind, None, None)
+        assert not hooks_on(pipe)
+
+
+def test_a_call_of_our_pipeline_gives_another_handle_back_during_an_image() -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **MERGED)
+    merged, other = generate(pipe), ExitStack()
+
+    def end(*_: Any) -> dict[str, Any]:
         other.enter_context(standing(pipe.unet.mid_block, lambda: generate(pipe)))
-    handle.remove()
-    assert not any(module._forward_pre_hooks for module in pipe.unet.modules())
+        return {}
+
+    ours = mame_pipeline(tau=None, keep=0.5, unet=pipe.unet)
+    with other, pytest.raises(RuntimeError, match=f"the end of the call: {BUSY}"):
+        generate(ours, num_inference_steps=1, callback_on_step_end=end)
+    assert handle.installed
+    assert torch.equal(generate(pipe), merged)
 
 
 def test_calls_of_one_pipeline_merge_each_by_itself() -> None:

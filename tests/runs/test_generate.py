@@ -93,6 +93,14 @@ def test_a_run_leaves_images_samples_and_a_manifest_and_is_not_made_again(
     assert snapshot(folder) == before
 
 
+def test_records_of_earlier_versions_count(model: LoadedModel, tmp_path: Path) -> None:
+    prompts = prompts_from_texts(["key", "ant"])
+    run(model, tmp_path / "run", FAST, prompts=prompts)
+    (tmp_path / "run" / ".mame-sd").mkdir()
+    (tmp_path / "run" / "samples.jsonl").rename(tmp_path / "run" / ".mame-sd" / "samples-0.jsonl")
+    assert run(model, tmp_path / "run", FAST, prompts=prompts).made == 0
+
+
 def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
     def noise(settings: GenerateSettings, prompts: list[Prompt], index: int) -> list[float]:
         return torch.randn(4, generator=generator_of(jobs_of(prompts, settings)[index])).tolist()
@@ -167,6 +175,7 @@ def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> No
     (tmp_path / "a" / "manifest.json").write_text("{}")
     refused(tmp_path / "a", "expected the manifest of a run")
     refused(tmp_path / "a" / "thesis.tex" / "below", "expected a folder, got the file")
+    refused(tmp_path.joinpath(*["b"] * 300), "expected at most 256 new folders")
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "thesis.tex"]
     if Path("/proc/self").exists():  # a folder that not even root can write to
         refused(Path("/proc/mame-sd"), "can't be")
