@@ -26,7 +26,15 @@ from mame_sd.diffusion.context import Step, Tokens
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, MergeHook, Route
+from mame_sd.diffusion.layer import (
+    AttentionAdapter,
+    LayerCall,
+    MergeHook,
+    MergeKeys,
+    MergeTokens,
+    Route,
+    Skip,
+)
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
@@ -56,25 +64,30 @@ class RivalLayer(AttentionAdapter):
         """Describe a call as `inner` does."""
         return self.inner.call(module, forward, args, kwargs)
 
-    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route:
         """Decide how a call merges as `inner` does; refuse sizes that the plan can't use."""
         route = self.inner.route(call, layout, config)
-        if not isinstance(route, str) and len(route.tokens.size) == 1:
-            return "height and width unknown"
-        if self.frames and not isinstance(route, str) and len(route.tokens.size) != 3:
-            return "no frames"
+        if isinstance(route, Skip):
+            return route
+        if len(route.tokens.size) == 1:
+            return Skip("height and width unknown")
+        if self.frames and len(route.tokens.size) != 3:
+            return Skip("no frames")
         return route
+
+    def with_merged_tokens(self, route: MergeTokens, plan: Any) -> Any:
+        """Compute merged tokens as `inner` does."""
+        return self.inner.with_merged_tokens(route, plan)
 
     def count(self, call: LayerCall, layout: Tokens | None) -> int:
         """Count the image's tokens as `inner` does."""
         return self.inner.count(call, layout)
 
-    def plan(self, route: Route) -> Any:
+    def plan(self, route: MergeTokens) -> Any:
         """Return the rival's plan."""
-        assert route.feature is not None
         return self.make(route.feature, route.tokens.size)
 
-    def job(self, route: Route, name: str, step: Step) -> MergeJob:
+    def job(self, route: MergeKeys, name: str, step: Step) -> MergeJob:
         """Return a job that merges the rival's keys instead of ours."""
         job = super().job(route, name, step)
         values = {f.name: getattr(job, f.name) for f in fields(job) if f.init}

@@ -1,9 +1,9 @@
 """Run a call through a merging layer: decide, merge, call, restore.
 
 `merged_call` does this for every layer and for both ways into diffusers (hooks and the processor),
-so that both give the same numbers. `AttentionAdapter.route` inspects a call once: it returns a
-`Route`, which everything else reads, or the reason why the call is not merged. With `keep` the
-keys merge within the call, where the processor calls attention (`mame_sd.core.intercept`). With
+so that both give the same numbers. `AttentionAdapter.route` inspects a call once: it returns
+`MergeKeys`, `MergeTokens` or `Skip`, which everything else reads. With `keep` the keys merge within
+the call, where the processor calls attention (`mame_sd.core.intercept`). With
 `tau` whole tokens merge before the call and are restored after it (`mame_sd.core.paper`). An
 `AttentionAdapter` holds what differs between layers (`families/attention.py`).
 """
@@ -61,34 +61,59 @@ class LayerCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
-    """Decisions about how a call merges, made before anything is computed.
+class Skip:
+    """A call that is not merged, with the reason for the report."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class MergeTokens:
+    """A call whose whole tokens merge before it (`tau`).
 
     Attributes:
         call: the call.
         config: the settings for these tokens.
         tokens: layout of the tokens.
         first: position of the first token in the sequence of `call`.
-        before, after: number of other tokens that attention reads before and after them.
+        feature: the feature that similarity compares, [B, n, d] of the n tokens that may merge.
+    """
+
+    call: LayerCall
+    config: MaMeConfig
+    tokens: Tokens
+    first: int
+    feature: Tensor
+
+
+@dataclass(frozen=True)
+class MergeKeys:
+    """A call whose keys merge within it (`keep`).
+
+    Attributes:
+        call: the call.
+        config: the settings for these tokens.
+        tokens: layout of the tokens.
+        first: position of the first token in the sequence of `call`.
+        before: number of other keys before those of the tokens.
+        after: number of other keys after those of the tokens. If None, any number.
         note: text for the report if the call merges otherwise than the settings say.
         run: computes the call while its keys merge. If None, the call itself does.
-        merge_tokens: computes the call's output of tokens that merge by a plan (`tau`).
-        feature: the feature that similarity compares with `tau`, [B, n, d] of the n tokens that may
-            merge.
         job: further fields of `MergeJob`.
     """
 
     call: LayerCall
     config: MaMeConfig
     tokens: Tokens
-    first: int = 0
-    before: int = 0
-    after: int | None = 0
+    first: int
+    before: int
+    after: int | None
     note: str = ""
     run: Callable[[], Any] | None = None
-    merge_tokens: Callable[[Route, Plan], Any] | None = None
-    feature: Tensor | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
+
+
+Route = MergeKeys | MergeTokens | Skip
 
 
 class AttentionAdapter(ABC):
@@ -127,7 +152,7 @@ class AttentionAdapter(ABC):
         return LayerCall(module, forward, given, names, args[len(names) :], processor, kind)
 
     @abstractmethod
-    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route:
         """Decide how a call merges. No other place decides this.
 
         Args:
@@ -136,8 +161,12 @@ class AttentionAdapter(ABC):
             config: the settings.
 
         Returns:
-            The route, or the reason why the call is not merged.
+            How the call merges, or the reason why it doesn't.
         """
+
+    @abstractmethod
+    def with_merged_tokens(self, route: MergeTokens, plan: Plan) -> Any:
+        """Return the output of a call whose tokens merge by a plan and are restored after it."""
 
     def count(self, call: LayerCall, layout: Tokens | None) -> int:
         """Return the number of tokens of a call that is not merged, or 0 if it is unknown."""
@@ -159,13 +188,12 @@ class AttentionAdapter(ABC):
         """
         return None
 
-    def plan(self, route: Route) -> Plan:
-        """Plan which whole tokens of a call merge, whose settings have a `tau`."""
-        assert route.feature is not None
+    def plan(self, route: MergeTokens) -> Plan:
+        """Plan which whole tokens of a call merge."""
         assert route.config.tau is not None
         return plan_tokens(route.feature, route.config.tau)
 
-    def job(self, route: Route, name: str, step: Step) -> MergeJob:
+    def job(self, route: MergeKeys, name: str, step: Step) -> MergeJob:
         """Make the job that merges the keys of a call.
 
         Args:
@@ -498,23 +526,22 @@ def merged_call(
         with RowsMode(None):
             return merged_call(layer, call, layout, config, stats, step, kernel, None, repeats)
     route = layer.route(call, layout, config)
-    keeps_all = config.keep == 1 and config.tau is None and config.reference_share is None
-    merges = not (isinstance(route, str) or keeps_all)
+    if isinstance(route, MergeTokens):
+        plan = layer.plan(route)
+        stats.merged((plan,), route.tokens.size)
+        return layer.with_merged_tokens(route, plan)
+    keeps_all = config.keep == 1 and config.reference_share is None
+    merges = isinstance(route, MergeKeys) and not keeps_all
     if not merges:
-        why = route if isinstance(route, str) else KEEPS_ALL
+        why = route.reason if isinstance(route, Skip) else KEEPS_ALL
         stats.skipped(why, layer.count(call, layout))
         if rows is None and repeats == 1:
             return call.run()
         if config.tau is None:
             route = layer.route(call, layout, EVERY)
-    if isinstance(route, str):
+    if not isinstance(route, MergeKeys):
         return call.run()
     size = route.tokens.size
-    if config.tau is not None:
-        assert route.merge_tokens is not None
-        plan = layer.plan(route)
-        stats.merged((plan,), size, route.note)
-        return route.merge_tokens(route, plan)
     job = layer.job(route, stats.name, step() if merges else NO_STEP)
     job.merges, job.repeats = merges, repeats
     job.kernel = kernel if merges or rows is not None else None

@@ -58,7 +58,7 @@ core/groups.py: diffusion/test_equal_text.py
     or unreadable(text) or torch.is_grad_enabled(): => or unreadable(text):
 diffusion/families/attention.py: diffusion/test_equal_text.py
     text is None or masked or not own or type => text is None or masked or type
-    if repeats == 1 or isinstance(self.route(call, layout, EVERY), str): => if repeats == 1:
+    if repeats == 1 or isinstance(self.route(call, layout, EVERY), Skip): => if repeats == 1:
 core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own

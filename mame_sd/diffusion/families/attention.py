@@ -39,7 +39,16 @@ from mame_sd.diffusion.families.processors import (
     processed,
 )
 from mame_sd.diffusion.families.transformers import IMAGE_ALONE
-from mame_sd.diffusion.layer import EVERY, NO_SIZE, AttentionAdapter, LayerCall, Route
+from mame_sd.diffusion.layer import (
+    EVERY,
+    NO_SIZE,
+    AttentionAdapter,
+    LayerCall,
+    MergeKeys,
+    MergeTokens,
+    Route,
+    Skip,
+)
 
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 LAYER_SKIP = (
@@ -88,23 +97,23 @@ class SequenceAttention(AttentionAdapter):
         if not on_cpu or text.dtype != torch.float32:
             return None
         repeats = equal_at_end(text)
-        if repeats == 1 or isinstance(self.route(call, layout, EVERY), str):
+        if repeats == 1 or isinstance(self.route(call, layout, EVERY), Skip):
             return None
         one = {**call.arguments, self.family.text: text[:, : 1 - repeats]}
         return call._replace(arguments=one), repeats
 
-    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route:
         """Decide how a call merges, see `AttentionAdapter`."""
         family, given = self.family, call.arguments
         hidden = given.get(self.hidden)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (
             (3,) if family.queries else (2, 3, 4)
         ):
-            return "input is not tokens [B, L, C]"
+            return Skip("input is not tokens [B, L, C]")
         if hidden.dim() == 4:
             layout = Tokens((hidden.shape[-2], hidden.shape[-1]))
         if layout is None or layout.unknown:
-            return "height and width unknown" if layout is None else layout.unknown
+            return Skip("height and width unknown" if layout is None else layout.unknown)
         if layout.references and not family.references:
             layout = replace(layout, references=())
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
@@ -112,21 +121,19 @@ class SequenceAttention(AttentionAdapter):
         start = 0 if alone else layout.start(hidden.shape[1])
         reason = _skip_reason(self, call, layout, config, start, hidden)
         if reason is not None:
-            return reason
+            return Skip(reason)
         first = start or 0
         if config.tau is not None:
             if not family.queries:
-                return KEYS_ONLY.format(type(call.module).__name__)
+                return Skip(KEYS_ONLY.format(type(call.module).__name__))
             unlike = _unlike(given, family.select, layout) if family.select else None
             if unlike is not None:
-                return unlike
-            image = hidden[:, first : first + layout.count]
-            return Route(
-                call, config, layout, first, merge_tokens=self._tokens_merged, feature=image
-            )
+                return Skip(unlike)
+            feature = hidden[:, first : first + layout.count]
+            return MergeTokens(call, config, layout, first, feature)
         hooks = getattr(getattr(call.module, "_diffusers_hook", None), "hooks", {})
         if any(getattr(hook, "skip_attention_scores", False) for hook in hooks.values()):
-            return LAYER_SKIP
+            return Skip(LAYER_SKIP)
         before, after = first, hidden.shape[1] - first - layout.count
         text = 0 if family.joint is None else _text_length(family, given, layout)
         last = None if text is None else after + text if family.joint == "last" else after
@@ -134,7 +141,7 @@ class SequenceAttention(AttentionAdapter):
         cached = family.cached is not None and family.cached(given)
         job = {"queries": hidden.shape[1], "prefixed": cached}
         note = NO_SIZE if len(layout.size) == 1 else ""
-        return Route(call, config, layout, first, before, last, note, job=job)
+        return MergeKeys(call, config, layout, first, before, last, note, job=job)
 
     def count(self, call: LayerCall, layout: Tokens | None) -> int:
         """Return the number of the image's tokens, or 0 if it is unknown."""
@@ -143,8 +150,8 @@ class SequenceAttention(AttentionAdapter):
             return int(hidden.shape[2] * hidden.shape[3])
         return 0 if layout is None or layout.unknown else layout.count
 
-    def _tokens_merged(self, route: Route, plan: Plan) -> Any:
-        """Compute the attention of merged tokens and restore them.
+    def with_merged_tokens(self, route: MergeTokens, plan: Plan) -> Any:
+        """Compute the attention of merged tokens and restore them, see `AttentionAdapter`.
 
         Text and other tokens keep the output that was computed with the merged tokens.
         """
@@ -175,26 +182,26 @@ class PlainAttention(SequenceAttention):
     def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__(module, IMAGE_ALONE)
 
-    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route:
         """Decide how a call merges, see `AttentionAdapter`.
 
         If `layout` is None, `guessed` gives the layout of the tokens.
         """
         # The adapter of one module was made because the module can merge. Its processor may change.
         if self.width is None and (reason := fixed_reason(call.module)) is not None:
-            return reason
+            return Skip(reason)
         if "Linear" in call.kind:
-            return "linear attention"
+            return Skip("linear attention")
         if call.kind == "MaMeAttnProcessor":
-            return f"a {call.kind} on the module merges already"
+            return Skip(f"a {call.kind} on the module merges already")
         if config.tau is not None and call.kind not in PLAIN_PROCESSORS:
-            return NOT_PLAIN.format(call.kind)
+            return Skip(NOT_PLAIN.format(call.kind))
         hidden = call.arguments.get(self.hidden)
         if layout is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
             layout = guessed(hidden.shape[1], config.size)
         route = super().route(call, layout, config)
         stood_in = type(call.processor) in STOOD_IN_FOR  # not the user's derived classes
-        if isinstance(route, str) or config.tau is not None or not stood_in:
+        if not isinstance(route, MergeKeys) or not stood_in:
             return route
         notes = filter(None, (route.note, STOOD_IN.format(call.kind)))
         run = partial(processed, PLAIN, call.module, **call.arguments)
@@ -205,7 +212,7 @@ class PlainAttention(SequenceAttention):
         """Return the number of tokens, even if their layout is unknown."""
         return AttentionAdapter.count(self, call, layout)
 
-    def _tokens_merged(self, route: Route, plan: Plan) -> Tensor:
+    def with_merged_tokens(self, route: MergeTokens, plan: Plan) -> Tensor:
         """Compute the attention [B, L, C] of merged tokens and restore them (MaMe, then MaRe)."""
         merged = plan.merge(route.call.arguments[self.hidden])
         return plan.restore(route.call.run(hidden_states=merged))
@@ -316,7 +323,7 @@ def _sequence(t: Tensor) -> Tensor:
     return t.flatten(2).transpose(1, 2) if t.dim() == 4 else t.unsqueeze(0) if t.dim() == 2 else t
 
 
-def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, Any]:
+def _with_merged_inputs(family: Family, route: MergeTokens, plan: Plan) -> dict[str, Any]:
     """Return the inputs by name, with the image's tokens merged and other tokens as they are."""
     tokens, merged = route.tokens, {}
     for value in (route.call.arguments[name] for name in family.inputs):
