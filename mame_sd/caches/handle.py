@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from mame_sd import compat
 from mame_sd.caches.attention import Attention, attention_layers
@@ -115,6 +115,7 @@ def compress_cache(
             " caches are short already"
         )
     handle = CacheHandle(type(model).__name__, every, keep, chosen)
+    _check_kind(model, handle._layers)
     running = _RUNNING.get()
     if any(one._live and one._layers.keys() & handle._layers.keys() for one in running):
         raise ValueError("model: its cache is compressed already; leave that compress_cache first")
@@ -131,6 +132,18 @@ def compress_cache(
     finally:
         handle._remove()
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not handle))
+
+
+def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
+    """Raise ValueError for a model whose own cache holds more than keys and values in a layer."""
+    made = DynamicCache(config=model.config).layers
+    for layer in layers.values():
+        kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
+        if kind is not DynamicLayer:
+            raise ValueError(
+                "model: expected layers that cache only keys and values, got"
+                f" {type(model).__name__} with a {kind.__name__}; leave compress_cache out"
+            )
 
 
 @dataclass
