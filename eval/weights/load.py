@@ -93,7 +93,7 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
 
 
 def status(weights_dir: Path | None = None) -> list[WeightsStatus]:
-    """Return whether the weights of every network are here. Nothing is fetched."""
+    """Return True if the weights of every network are here. Nothing is fetched."""
     every = []
     for name in NAMES:
         path = _here(name, weights_dir)

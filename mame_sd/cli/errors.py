@@ -95,7 +95,7 @@ def _of_the_machine(error: BaseException) -> str:
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C caused an error, also one that a library made of it at its import."""
+    """Return True if Ctrl-C caused an error, also one that a library made of it at its import."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -31,7 +31,7 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is the first process."""
+        """Return True if this is the first process."""
         return self.rank == 0
 
     def wait(self) -> None:

@@ -149,7 +149,7 @@ class RunFolder:
         return found
 
     def _is_whole(self, name: str, record: Mapping[str, Any]) -> bool:
-        """Return whether an image has a record, and the hash of that record, if any."""
+        """Return True if an image has a record, and the hash of that record, if any."""
         try:
             digest = hashlib.sha256((self.images / f"{name}.png").read_bytes()).hexdigest()
         except OSError:
@@ -157,7 +157,7 @@ class RunFolder:
         return bool(record) and record.get("sha256", digest) == digest
 
     def _begun_with(self, settings: Mapping[str, Any], partly: bool = False) -> bool:
-        """Return whether the folder has an image; without one its manifest may be replaced.
+        """Return True if the folder has an image; without one its manifest may be replaced.
 
         Raises:
             UserError: there is no manifest, or there are images of other settings.
