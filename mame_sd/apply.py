@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.perception.handle import EncoderHandle
 
+
 @overload  # a module may be a denoiser, an encoder or a captioner; anything else is a pipeline
 def apply_mame(
     target: nn.Module, config: ConfigOrFile = None, **fields: Any
@@ -134,6 +135,6 @@ def _has_denoiser(target: Any) -> bool:
     A registered model may contain modules of timm and transformers.
     """
     kinds = {type(module) for module in target.modules()}
-    known = {base.__name__ for kind in kinds for base in kind.__mro__}
+    bases = {base.__name__ for kind in kinds for base in kind.__mro__}
     diffused = any(kind.__module__.startswith("diffusers.") for kind in kinds)
-    return diffused or not known.isdisjoint(REGISTERED)
+    return diffused or not bases.isdisjoint(REGISTERED)

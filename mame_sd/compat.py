@@ -38,8 +38,8 @@ def cache_in(call: Mapping[str, Any]) -> Any:
 
 def cache_of(output: Any) -> Any:
     """Return the KV cache of the output of a forward or of generate, or None."""
-    found = (getattr(output, name, None) for name in CACHE_NAMES)
-    return next((value for value in found if value is not None), None)
+    caches = (getattr(output, name, None) for name in CACHE_NAMES)
+    return next((value for value in caches if value is not None), None)
 
 
 def parameters_of(kind: type) -> dict[str, Parameter]:
@@ -48,18 +48,20 @@ def parameters_of(kind: type) -> dict[str, Parameter]:
     A forward with `*args` (of a derived class, or of a tool's wrapper) gets the parameters of the
     function that it wraps, or of the nearest base whose forward names all parameters.
     """
-    own: dict[str, Parameter] | None = None
+    nearest: dict[str, Parameter] | None = None
     for base in kind.__mro__:
         forward = vars(base).get("forward")
         if forward is None or base is torch.nn.Module:
             continue
-        found = dict(signature(forward).parameters)
-        if (first := next(iter(found), None)) and found[first].kind is not Parameter.VAR_POSITIONAL:
-            del found[first]  # self
-        if not any(one.kind is Parameter.VAR_POSITIONAL for one in found.values()):
-            return found
-        own = found if own is None else own
-    return own or {}
+        parameters = dict(signature(forward).parameters)
+        if (first := next(iter(parameters), None)) and parameters[
+            first
+        ].kind is not Parameter.VAR_POSITIONAL:
+            del parameters[first]  # self
+        if not any(one.kind is Parameter.VAR_POSITIONAL for one in parameters.values()):
+            return parameters
+        nearest = parameters if nearest is None else nearest
+    return nearest or {}
 
 
 def names_arguments(kind: type) -> bool:
@@ -143,18 +145,18 @@ RELEASES = {
 @cache
 def missing(library: str) -> tuple[str, ...]:
     """Return those of `NAMES` that the installed release of a library does not have."""
-    found = []
+    absent = []
     for place, names in NAMES[library].items():
         try:
             thing = _MADE[place]() if place in _MADE else resolve_name(place)
         except (ImportError, AttributeError, TypeError):
             thing = None
-        found += [
+        absent += [
             f"{name.replace('|', ' or ')} of {place}"
             for name in names.split()
             if not any(hasattr(thing, one) for one in name.split("|"))
         ]
-    return tuple(found)
+    return tuple(absent)
 
 
 def complaint(library: str) -> str:
@@ -214,10 +216,10 @@ def require_captioner(model: Any, parts: tuple[str, ...]) -> None:
     if takes.keys().isdisjoint(CACHE_NAMES):
         gone.append(f"{' or '.join(CACHE_NAMES)} of its forward")
     for path in parts:
-        found = model
+        part = model
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is None:
+            part = getattr(part, name, None)
+        if part is None:
             gone.append(path)
     if gone:
         raise RuntimeError(

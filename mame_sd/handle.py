@@ -115,10 +115,10 @@ class Handle(ABC, Generic[Settings]):
             ValueError: a field is unknown, out of range or meaningless for this model. Nothing
                 has changed then.
         """
-        given = read_config(config)
+        base = read_config(config)
         with self._lock:
             self._check_change("set")
-            self._use(self._resolve(given, fields))
+            self._use(self._resolve(base, fields))
 
     @contextmanager
     def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:

@@ -16,12 +16,12 @@ from typing import Any
 
 
 def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise ValueError(f"the name {name!r} stands in one object twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def attention(
     _check_tensors(q, k, v, size, before, after)
     mask = call.get("attn_mask")
     _check_call(q, k, **call)
-    own = adapt_kernel(kernel)
+    adapter = adapt_kernel(kernel)
     if keep < 1 and len(q):
         grids = [Grid(before, size, keep)]
         reason = None if mask is None else unlike(mask, grids)
@@ -83,10 +83,10 @@ def attention(
                 f" image's keys are alike, got {reason}; keep=1 takes any"
             )
         choice, settings = Choice(call.get("draw"), call.get("leader")), KeyMerging(**options)
-        scale, bias = call.get("scale"), own.takes_bias
+        scale, bias = call.get("scale"), adapter.takes_bias
         merged = merge_keys(q, k, v, grids, settings, mask, scale, choice, size_bias=bias)
         k, v, mask = merged.key, merged.value, merged.bias
-    return own.attend(q, k, v, mask, call.get("scale"))
+    return adapter.attend(q, k, v, mask, call.get("scale"))
 
 
 def _check_tensors(
@@ -100,7 +100,7 @@ def _check_tensors(
     tokens = torch.Size(size).numel()
     count = before + tokens + after
     if all(isinstance(t, Tensor) for t in (q, k, v)):
-        given = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in (q, k, v))
+        got = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in (q, k, v))
         if (
             q.dim() == k.dim() == v.dim() == 4
             and k.shape == (len(q), k.shape[1], count, q.shape[3])
@@ -113,13 +113,13 @@ def _check_tensors(
         ):
             return
         if len({t.device for t in (q, k, v)}) > 1:
-            given += f", on {', '.join(str(t.device) for t in (q, k, v))}"
+            got += f", on {', '.join(str(t.device) for t in (q, k, v))}"
     else:
-        given = ", ".join(type(t).__name__ for t in (q, k, v))
+        got = ", ".join(type(t).__name__ for t in (q, k, v))
     raise ValueError(
         f"q, k, v: expected tensors of floating-point numbers of one dtype and device, [B, H,"
         f" {count} or {tokens}, D], [B, H', {count}, D] and [B, H', {count}, D'], H a multiple of"
-        f" H', got {given}"
+        f" H', got {got}"
     )
 
 
@@ -182,11 +182,11 @@ def _checked(
     if torch.compiler.is_compiling():  # an eager call has checked the arguments before
         return tuple(int(side) for side in grid)
     names = [f.name for f in fields(KeyMerging)]
-    given = {"keep": keep, **options}
-    for name, value in given.items():
+    values = {"keep": keep, **options}
+    for name, value in values.items():
         if name not in ("keep", *names):
             raise ValueError(f"unknown argument {name!r}; expected one of {', '.join(names)}")
         if value is None and name != "fit_queries":
             raise ValueError(f"{name}: expected a number, got None; leave it out")
-    MaMeConfig.from_dict(given)
+    MaMeConfig.from_dict(values)
     return checked_grid(grid, before, after)

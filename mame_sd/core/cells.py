@@ -146,13 +146,13 @@ def cut(
     at = sizes.cumsum(0) - sizes + (drawn * sizes).long()
     dst = slot[cell.argsort(stable=True)[at]]
     # Map each position of the plane to the token's position in row-major order.
-    own = torch.arange(rows * columns)
-    own = own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
-    queries = own[_spread(in_order, generator)][: len(dst)]
+    row_major = torch.arange(rows * columns)
+    row_major = row_major.view(size).transpose(0, 1).flatten() if len(size) == 3 else row_major
+    queries = row_major[_spread(in_order, generator)][: len(dst)]
     return Cells(
-        order=own[of_slot.where(~pad, of_slot[:, :1]).flatten()].to(device),
+        order=row_major[of_slot.where(~pad, of_slot[:, :1]).flatten()].to(device),
         pad=pad.flatten().to(device) if bool(pad.any()) else None,
-        slot=slot[own.argsort()].to(device),
+        slot=slot[row_major.argsort()].to(device),
         drawn=torch.cat([dst, queries], 1).to(device),
         places=(dst % of_slot.shape[1]).to(device),
         number=torch.arange(m).repeat(tiles).to(device),

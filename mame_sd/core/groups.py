@@ -139,21 +139,21 @@ class Groups:
             [B, M], in fp32 (fp64 for fp64), or in 16 bits where GPUs multiply 16-bit numbers and
             tiles are so small that 16 bits count exactly.
         """
-        cells, batch, own = self.cells, self.row.shape[0], slots[0].dtype
-        least = torch.promote_types(own, torch.float32)
+        cells, batch, dtype = self.cells, self.row.shape[0], slots[0].dtype
+        least = torch.promote_types(dtype, torch.float32)
         rows, merged = self.row.view(batch * cells.tiles, cells.width), batch * cells.kept
         traced = torch.compiler.is_compiling() or isinstance(self.row, FakeTensor)
         added = self.row.device.type in ADDING and not traced
         # GPUs multiply 16-bit numbers and sum in fp32; CPUs rarely do.
-        halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
-        used = own if halves else least
+        halves = slots[0].is_cuda and dtype in (torch.float16, torch.bfloat16)
+        used = dtype if halves else least
         if added:
             first = torch.arange(0, merged, cells.m, device=rows.device).unsqueeze(1)
             group = torch.where(rows < 0, merged, rows + first).flatten()
             counts = group.bincount(minlength=merged + 1)[:merged].to(least)
         else:
             belongs = rows.unsqueeze(1) == cells.number[: cells.m].view(-1, 1)
-            counted = own if halves and cells.width <= 256 else least
+            counted = dtype if halves and cells.width <= 256 else least
             counts = belongs.sum(-1, keepdim=True, dtype=counted)
             # Multiply by shares, not ones: sums can exceed fp16's range.
             shares = (belongs / counts).to(used)
@@ -171,7 +171,7 @@ class Groups:
                 more: Any = {"out_dtype": torch.float32} if wide else {}
                 mean = torch.bmm(shares, flat, **more)
             mean = mean.view(batch, cells.kept, *t.shape[2:])
-            mean = mean if wide else mean.to(own)
+            mean = mean if wide else mean.to(dtype)
             at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
             parts.append([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))])
         return parts, counts.view(batch, cells.kept)
@@ -194,9 +194,9 @@ class Groups:
         cells = self.cells
         numbers = torch.arange(self.tokens_kept, device=self.row.device)
         first = numbers[: cells.kept : cells.m].view(-1, 1)
-        found = (self.row.view(-1, cells.tiles, cells.width) + first).flatten(1)
-        found = found.scatter(1, self.stay, numbers[cells.kept :].expand(self.stay.shape))
-        return found.index_select(1, cells.slot)
+        group = (self.row.view(-1, cells.tiles, cells.width) + first).flatten(1)
+        group = group.scatter(1, self.stay, numbers[cells.kept :].expand(self.stay.shape))
+        return group.index_select(1, cells.slot)
 
     def merge(self, t: Tensor) -> Tensor:
         """Merge tokens t [B, L, C] to the means of their groups, [B, K, C], in the dtype of t."""

@@ -36,10 +36,10 @@ def guidance_leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -
         unguided: for each chunk of the batch, True if it is unguided. In nearly all pipelines the
             first of two chunks is, that of the negative prompt.
     """
-    own = torch.arange(inputs.shape[0], device=inputs.device)
+    index = torch.arange(inputs.shape[0], device=inputs.device)
     if not unguided or all(unguided) or inputs.shape[0] % len(unguided):
-        return own
-    chunks, numbers = inputs.chunk(len(unguided)), list(own.chunk(len(unguided)))
+        return index
+    chunks, numbers = inputs.chunk(len(unguided)), list(index.chunk(len(unguided)))
     guide = unguided.index(False)
     for chunk, follows in enumerate(unguided):
         if follows:

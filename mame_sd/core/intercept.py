@@ -87,13 +87,13 @@ class KernelAdapter(NamedTuple):
             "dropout_p": dropout_p or None,
             "enable_gqa": True if q.shape[1] != k.shape[1] else None,
         }
-        given = {name: value for name, value in needed.items() if value is not None}
-        for name, value in given.items():
+        passed = {name: value for name, value in needed.items() if value is not None}
+        for name, value in passed.items():
             if name not in self.names:
                 shown = list(value.shape) if isinstance(value, Tensor) else value
                 message = f"kernel: expected one with an argument {name}, for it is {shown} here"
                 raise ValueError(message)
-        output = self.call(q, k, v, **given)
+        output = self.call(q, k, v, **passed)
         wanted = (*q.shape[:3], v.shape[3])
         if not isinstance(output, Tensor) or output.shape != wanted:
             got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -116,9 +116,11 @@ def adapt_kernel(kernel: Kernel) -> KernelAdapter:
         return KernelAdapter(kernel, frozenset((*_NAMES, "scale", "enable_gqa")))
     if isinstance(kernel, type) or not callable(kernel):
         raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
-    own = getattr(kernel, "_orig_mod", kernel)  # the module that torch.compile wraps
+    function = getattr(kernel, "_orig_mod", kernel)  # the module that torch.compile wraps
     try:
-        names = inspect.signature(own.forward if isinstance(own, nn.Module) else own).parameters
+        names = inspect.signature(
+            function.forward if isinstance(function, nn.Module) else function
+        ).parameters
     except ValueError:
         raise TypeError(
             f"kernel: expected a function whose arguments can be read, got {kernel!r}; wrap it in"
@@ -138,7 +140,7 @@ class MergeJob:
         queries: number of queries of the layer, if it differs from the number of keys.
         options: the settings.
         draw, leader: see `Choice`.
-        known: for each attention call by its number, the groups of its grids that an earlier call
+        groups: for each attention call by its number, the groups of its grids that an earlier call
             of the layer made.
         prefixed: if True, any number of keys of earlier calls precede these keys.
         scale: scale of the logits, if the processor's scale differs from that of the call.
@@ -163,7 +165,7 @@ class MergeJob:
     options: KeyMerging
     draw: Tensor | None = None
     leader: Tensor | None = None
-    known: dict[int, dict[int, Groups]] | None = None
+    groups: dict[int, dict[int, Groups]] | None = None
     prefixed: bool = False
     scale: float | None = None
     kernel: KernelAdapter | None = None
@@ -220,19 +222,24 @@ class MergeJob:
             The arguments by name, or None if the keys can't merge under the call's mask.
         """
         scale = self.scale if self.scale is not None else call.get("scale")
-        given = call.get("attn_mask")
-        self.left = unlike(given, grids) or "" if isinstance(given, Tensor) else ""
+        attn_mask = call.get("attn_mask")
+        self.left = unlike(attn_mask, grids) or "" if isinstance(attn_mask, Tensor) else ""
         if self.left:
             return None
-        known = None if self.known is None else self.known.setdefault(self.calls, {})
+        groups = None if self.groups is None else self.groups.setdefault(self.calls, {})
         self.calls += 1
         q, k, v = (call[name] for name in _NAMES[:3])
-        choice = Choice(self.draw, self.leader, known)
+        choice = Choice(self.draw, self.leader, groups)
         self.merged = merge_keys(
-            q, k, v, grids, self.options, given, scale, choice, first, bias, self.repeats
+            q, k, v, grids, self.options, attn_mask, scale, choice, first, bias, self.repeats
         )
         mask = self.merged.bias
-        if mask is not None and not bias and given is not None and given.dtype == torch.bool:
+        if (
+            mask is not None
+            and not bias
+            and attn_mask is not None
+            and attn_mask.dtype == torch.bool
+        ):
             mask = mask == 0  # boolean again, as in the original call
         changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}
         return {**call, **changes, **({} if scale is None else {"scale": scale})}
@@ -286,8 +293,8 @@ class MergeJob:
                 return unmerged()
             qkv = [changed.pop(n) for n in ("query", "key", "value")]
             if adapter is None:
-                given = {n: v for n, v in changed.items() if n in call or v is not None}
-                output = kernel(*qkv, **given)
+                arguments = {n: v for n, v in changed.items() if n in call or v is not None}
+                output = kernel(*qkv, **arguments)
                 return self._in_place(output, first, axis) if some else output
             mask, dropped = changed.get("attn_mask"), call.get("dropout_p") or 0.0
             output = adapter.attend(qkv[0], qkv[1], qkv[2], mask, changed.get("scale"), dropped)

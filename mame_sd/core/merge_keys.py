@@ -68,13 +68,13 @@ class Choice(NamedTuple):
         draw: LongTensor [1] in [0, `cells.DRAWS`), the index of the draw. If None, the first draw.
         leader: LongTensor [B], for each sample the index of the sample whose keys decide for it
             (`guidance.guidance_leaders`). If None, each sample decides for itself.
-        known: the groups of each grid by its number, if an earlier call with the same input made
+        groups: the groups of each grid by its number, if an earlier call with the same input made
             them. Groups that are made here are stored in it.
     """
 
     draw: Tensor | None = None
     leader: Tensor | None = None
-    known: MutableMapping[int, Groups] | None = None
+    groups: MutableMapping[int, Groups] | None = None
 
 
 FIRST = Choice()  # the first draw, without leaders
@@ -213,7 +213,7 @@ def _average(
     """
     parts: tuple[list[Tensor], list[Tensor]] = [], []  # keys and values [B, H, .., D]
     logs, columns, end = [], [], 0
-    known = {} if choice.known is None else choice.known
+    by_grid = {} if choice.groups is None else choice.groups
     for number, (start, size, keep) in enumerate(grids):
         share = (1 - UNMERGED_SHARE) * keep
         cells = make_cells(size, share, options.tile_size, options.seed, k.device)
@@ -233,16 +233,16 @@ def _average(
                 at = (first * length + start + cells.order.unsqueeze(1)).flatten()
                 rows = t.view(-1, width).index_select(0, at)
                 slots.append(rows.view(batch, -1, heads, width))
-        if number not in known:
+        if number not in by_grid:
             stay = max(0, round(keep * cells.tokens) - cells.kept)
             x = slots[0].flatten(2)
-            known[number] = group_tokens(x, cells, choice.draw, choice.leader, stay)
-        groups = known[number]
+            by_grid[number] = group_tokens(x, cells, choice.draw, choice.leader, stay)
+        groups = by_grid[number]
         if by_key is None:
             means, counts = groups.means(*slots, fitted=fitted)
         else:
-            means, counts, own = _seen_means(groups, slots, by_key[:, start:last])
-            columns += [by_key[:, end:start], own]
+            means, counts, kept_columns = _seen_means(groups, slots, by_key[:, start:last])
+            columns += [by_key[:, end:start], kept_columns]
         for of, t, mean in zip(parts, (k, v), means, strict=True):
             of += [t[:, :, end:start], *(part.transpose(1, 2) for part in mean)]
         alone = groups.stay.shape[1]
@@ -252,7 +252,7 @@ def _average(
     key, value = (torch.cat([*of, t[:, :, end:]], 2) for of, t in zip(parts, (k, v), strict=True))
     log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
     by_kept = None if by_key is None else torch.cat([*columns, by_key[:, end:]], 1)
-    return key, value, log_sizes, by_kept, tuple(known[n] for n in range(len(grids)))
+    return key, value, log_sizes, by_kept, tuple(by_grid[n] for n in range(len(grids)))
 
 
 def _without_numbers(cells: Cells, mode: FakeTensorMode) -> Cells:
@@ -342,8 +342,8 @@ def _seen_means(
     used = seen.masked_fill(none, 1.0).unflatten(1, (-1, 1, 1))
     for mean in means:
         mean[0] = mean[0] / used
-    own = torch.cat([top.masked_fill(none, -torch.inf), at_slot.gather(1, groups.stay)], 1)
-    return means, (counts * seen).masked_fill(none, 1.0), own
+    kept_columns = torch.cat([top.masked_fill(none, -torch.inf), at_slot.gather(1, groups.stay)], 1)
+    return means, (counts * seen).masked_fill(none, 1.0), kept_columns
 
 
 def _with_mask(
@@ -359,9 +359,9 @@ def _with_mask(
         row = groups[0].row
         every = torch.arange(length, device=row.device).expand(row.shape[0], -1)
         parts, end = [], 0
-        for grid, found in zip(grids, groups, strict=True):
-            parts += [every[:, end : grid.start], found.kept + grid.start]
-            end = grid.start + found.tokens_in
+        for grid, of_grid in zip(grids, groups, strict=True):
+            parts += [every[:, end : grid.start], of_grid.kept + grid.start]
+            end = grid.start + of_grid.tokens_in
         at_key = torch.cat([*parts, every[:, end:]], 1)[:, None, None]  # [B, 1, 1, K]
         mask = torch.take_along_dim(mask, at_key.to(mask.device), -1)
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias

@@ -100,8 +100,8 @@ class Plan:
         with no_autocast(t):
             counts = self.counts.unsqueeze(-1)
             # Multiply by shares, because sums can exceed fp16's range.
-            share, own = (self.weights / counts).to(t.dtype), (1 / counts).to(t.dtype)
-            parts = [torch.baddbmm(dst * own, share, src), src.index_select(1, self.preserved)]
+            share, single = (self.weights / counts).to(t.dtype), (1 / counts).to(t.dtype)
+            parts = [torch.baddbmm(dst * single, share, src), src.index_select(1, self.preserved)]
         return torch.cat([t[:, : self.prefix], *parts], 1)
 
     def restore(self, y: Tensor) -> Tensor:
@@ -170,10 +170,10 @@ def plan_tokens(
         raise ValueError(
             f"num_prefix_tokens: expected fewer than the {x.shape[1]} tokens of x, got {prefix}"
         )
-    for name, given, known in (("metric", metric, METRICS), ("partition", partition, PARTITIONS)):
-        if given not in known:
+    for name, value, allowed in (("metric", metric, METRICS), ("partition", partition, PARTITIONS)):
+        if value not in allowed:
             raise ValueError(
-                f"{name}: expected {', '.join(known)}, got {given!r}; give one of them"
+                f"{name}: expected {', '.join(allowed)}, got {value!r}; give one of them"
             )
     body = x[:, prefix:]
     dst, src = cached_tensors(split_positions, body.shape[1], partition, seed, x.device)

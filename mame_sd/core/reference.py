@@ -93,7 +93,7 @@ def restored(
         The output [N, C'], and the positions of the chosen tokens.
     """
     y: dict[int, Tensor] = {}
-    found, still = [], x.detach()
+    every_chosen, still = [], x.detach()
     by = still if leader is None else leader
     for tile, first in zip(tiles, drawn, strict=True):
         # 1. Choose the drawn tokens, and those that are farthest from them.
@@ -112,8 +112,8 @@ def restored(
         # 4. Keep the computed tokens as they are.
         y.update(zip(tile.tolist(), fit, strict=True))
         y.update(zip(chosen.tolist(), f, strict=True))
-        found.append(chosen)
-    return torch.stack([y[token] for token in range(len(x))]), torch.cat(found)
+        every_chosen.append(chosen)
+    return torch.stack([y[token] for token in range(len(x))]), torch.cat(every_chosen)
 
 
 def bounded(fitted: Tensor, values: Tensor) -> Tensor:

@@ -220,8 +220,8 @@ class ChosenTokens(Chosen):
             return
         parts, weights, tiles = self._by_tile(f), self.weights(y.dtype), self.cells.tiles
         for sample in range(len(y)):  # autograd refuses to change the views of `unbind` in place
-            own = slice(sample * tiles, (sample + 1) * tiles)
-            y[sample].unflatten(0, (tiles, -1)).baddbmm_(weights[own], parts[own])
+            rows = slice(sample * tiles, (sample + 1) * tiles)
+            y[sample].unflatten(0, (tiles, -1)).baddbmm_(weights[rows], parts[rows])
 
 
 class ChosenOfImages(Chosen):
@@ -315,33 +315,33 @@ def choose_slots(
     tiles, width, cell_count = cells.tiles, cells.width, cells.m
     batch, channels = x.shape[0], x.shape[2]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    own = cells.places[0] if draw is None else cells.places.index_select(0, draw)
-    own = own.view(1, tiles, cell_count).expand(batch, -1, -1).reshape(-1, cell_count)
+    drawn = cells.places[0] if draw is None else cells.places.index_select(0, draw)
+    drawn = drawn.view(1, tiles, cell_count).expand(batch, -1, -1).reshape(-1, cell_count)
     slots = cells.to_slots(x).reshape(batch * tiles, width, channels)
 
     def taken(at: Tensor) -> Tensor:
         return slots.gather(1, at.unsqueeze(-1).expand(-1, -1, channels))
 
     # Subtract the first token of each tile: a large common part would hide small distances.
-    origin = taken(own[:, :1])
+    origin = taken(drawn[:, :1])
     if x.dtype != torch.float16:
         slots = slots - origin
     else:  # a difference may leave the range: halve it, as scaling x doesn't change the kernel
         slots = torch.add(origin * -0.5, slots, alpha=0.5)
     squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
     # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
-    halves = squares.gather(1, own).unsqueeze(1)
-    dots = matmul_fp32(slots, taken(own).transpose(1, 2))
+    halves = squares.gather(1, drawn).unsqueeze(1)
+    dots = matmul_fp32(slots, taken(drawn).transpose(1, 2))
     nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares)
     if cells.pad is not None:  # choose padding last, but never a drawn token again
         pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
         nearest.masked_fill_(pad, -torch.finfo(dtype).max)
-    nearest.scatter_(1, own, -torch.inf)
+    nearest.scatter_(1, drawn, -torch.inf)
     farthest = nearest.topk(count - cell_count, sorted=False).indices
     if leader is not None and len(leader) == batch > 1:
         farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
     others = matmul_fp32(slots, taken(farthest).transpose(1, 2))
-    chosen = torch.cat([own, farthest], 1)
+    chosen = torch.cat([drawn, farthest], 1)
     apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
     apart[..., :cell_count].sub_(dots, alpha=2)
     apart[..., cell_count:].sub_(others, alpha=2)

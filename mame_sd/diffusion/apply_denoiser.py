@@ -92,8 +92,8 @@ def apply_mame(
             name that merging needs (`mame_sd.compat`).
     """
     require("torch", "diffusers")
-    given = (read_config(config) or MaMeConfig()).replace(**fields)
-    handle = build_handle(target, given, kernel=kernel)
+    settings = (read_config(config) or MaMeConfig()).replace(**fields)
+    handle = build_handle(target, settings, kernel=kernel)
     watch_kernels()
     with CHANGES:
         check_idle(handle.root, "apply_mame")
@@ -112,8 +112,8 @@ def build_handle(
     """
     root = denoiser_of(target)
     tops = {"", *(root if isinstance(root, nn.ModuleDict) else ())}  # paths of the denoisers
-    own = None if kernel is None else adapt_kernel(kernel)
-    shared = HandleState(ResolvedConfig(config, active, config), own)
+    adapter = None if kernel is None else adapt_kernel(kernel)
+    shared = HandleState(ResolvedConfig(config, active, config), adapter)
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     images: dict[str, tuple[SizeHook, Family]] = {}  # by path of the part of the model
@@ -265,9 +265,10 @@ def _nothing_found(root: nn.Module) -> str:
     names = (type(module).__name__ for module in root.modules())
     counts = Counter(name for name in names if name.endswith("Attention"))
     attention = (f"{count} {name}" for name, count in sorted(counts.items()))
-    found, kind = ", ".join(attention) or "no attention modules", type(root).__name__
+    described, kind = ", ".join(attention) or "no attention modules", type(root).__name__
     return (
         f"{known_as(kind)} is not supported yet: no attention over an image's tokens is known in"
-        f" {kind}, which has {found}. Describe where they are with mame_sd.families.register_family"
-        ", or a vision transformer with mame_sd.perception.encoder_registry.register_encoder"
+        f" {kind}, which has {described}. Describe where they are with"
+        " mame_sd.families.register_family, or a vision transformer with"
+        " mame_sd.perception.encoder_registry.register_encoder"
     )

@@ -38,8 +38,8 @@ def watch_kernels() -> None:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 
     if not isinstance(Registry._backends, _Backends):
-        found, Registry._backends = Registry._backends, _Backends()
-        for name, backend in found.items():
+        backends, Registry._backends = Registry._backends, _Backends()
+        for name, backend in backends.items():
             Registry._backends[name] = backend
     watch_replacement()
 
@@ -65,12 +65,12 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
         if mask is not None and mask.dim() == 2:  # [B, N] in the dispatcher
             changes["attn_mask"] = mask[:, None, None]
 
-        def heads_last(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        def heads_last(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Any:
             qkv = {"query": query, "key": key, "value": value}
             for name, t in qkv.items():
                 same = t is changes[name]
                 qkv[name] = call[name] if same else t.transpose(1, 2).contiguous()
-            return backend(**qkv, **given)
+            return backend(**qkv, **others)
 
         unmerged = functools.partial(backend, **call)
         return job.attend({**call, **changes}, name, counted, heads_last, unmerged, _heads_last, 1)

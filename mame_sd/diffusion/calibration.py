@@ -115,7 +115,10 @@ class Calibration:
     def fastest(self) -> float:
         """Return the estimated speed with each block's fastest option."""
         return self.estimated(
-            {name: min(found, key=lambda o: o.seconds) for name, found in self.options.items()}
+            {
+                name: min(of_block, key=lambda o: o.seconds)
+                for name, of_block in self.options.items()
+            }
         )
 
     def choose(self, speed: float) -> dict[str, Option]:
@@ -176,7 +179,7 @@ class Calibration:
 
 
 @torch.no_grad()
-def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -> None:
+def measure(handle: MaMeHandle, run: Callable[[], object], measurement: Measurement) -> None:
     """Measure what each form changes and costs in each block, in some calls of the denoiser.
 
     Each block merges alone in as many calls as one image has here. More of them hardly change what
@@ -185,7 +188,7 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
     Args:
         handle: the handle of the model. Its settings apply to everything that forms don't set.
         run: makes the next image.
-        found: the measured numbers are added to it.
+        measurement: the measured numbers are added to it.
 
     Raises:
         ValueError: there are several denoisers, the settings have a tau, or no block could merge.
@@ -219,7 +222,7 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
     for at in sorted({round(at * (len(calls) - 1)) for at in AT}):
         with handle.paused():
             output, seconds = _timed(calls[at], clock)
-        found.forward.append(seconds)
+        measurement.forward.append(seconds)
         rows.clear()
         with handle.using(forms[0]):  # not paused, so that the hooks note how tokens lie
             with ExitStack() as hooks:
@@ -230,8 +233,8 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
             for name, measured in rows.items():
                 if len(measured) == 1:  # no form acts in this block
                     continue
-                found.blocks.setdefault(name, []).extend(measured)
-                effects = found.effects.setdefault(name, [])
+                measurement.blocks.setdefault(name, []).extend(measured)
+                effects = measurement.effects.setdefault(name, [])
                 if len(effects) < len(AT):
                     _, *merged = sorted(measured, key=lambda row: (row[0] > 0, row[2]))
                     number, _, error = merged[len(merged) // 2]
@@ -239,12 +242,12 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
                     with handle.using(base, layers=alone):
                         effects.append((relative_error(calls[at](), output), error))
     handle.reset()
-    if not found.blocks:
+    if not measurement.blocks:
         raise ValueError(
             "calibrate: expected a layer that could merge, found none; lower min_tokens, or make"
             " larger images"
         )
-    found.images += 1
+    measurement.images += 1
 
 
 def _check(handle: MaMeHandle) -> None:
@@ -313,15 +316,17 @@ def recorded(model: nn.Module) -> Iterator[list[Callable[[], Any]]]:
         hook.remove()
 
 
-def calibrated(handle: MaMeHandle, found: Measurement, about: Mapping[str, Any]) -> Calibration:
+def calibrated(
+    handle: MaMeHandle, measurement: Measurement, about: Mapping[str, Any]
+) -> Calibration:
     """Estimate the cost of each block's options from measured numbers.
 
     Args:
         handle: the handle of the model.
-        found: the measured numbers.
+        measurement: the measured numbers.
         about: description of the images, as JSON values.
     """
-    device, forward = device_of(handle.root), median(found.forward)
+    device, forward = device_of(handle.root), median(measurement.forward)
     said = {
         "forward_s": round(forward, 4),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -329,7 +334,7 @@ def calibrated(handle: MaMeHandle, found: Measurement, about: Mapping[str, Any])
         **about,
     }
     base = handle.config.replace(layers=None, calibrated_for=None)
-    return Calibration(base, handle.described, forward, options(found), said)
+    return Calibration(base, handle.described, forward, options(measurement), said)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -355,15 +360,15 @@ def check_speed(speed: Any) -> None:
         raise ValueError(f"speed: expected a number above 1, got {speed!r}")
 
 
-def options(found: Measurement) -> dict[str, list[Option]]:
+def options(measurement: Measurement) -> dict[str, list[Option]]:
     """Return the options of each block: unmerged, and all forms that save seconds.
 
     Seconds are medians. Errors are means, weighted by the effect of the block's error on the
     denoiser's output.
     """
     result: dict[str, list[Option]] = {}
-    for name, rows in found.blocks.items():
-        effects, errors = zip(*found.effects[name], strict=True)
+    for name, rows in measurement.blocks.items():
+        effects, errors = zip(*measurement.effects[name], strict=True)
         matters = fmean(effects) / max(fmean(errors), 1e-30)
         for number in sorted({row[0] for row in rows}):
             seconds = median(row[1] for row in rows if row[0] == number)

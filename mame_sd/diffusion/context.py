@@ -84,7 +84,7 @@ class Plans:
         latents: the model's input. The plans are dropped when it is freed.
 
     Attributes:
-        found: by layer, number of its call, settings and sizes: for each attention call in it, the
+        groups: by layer, number of its call, settings and sizes: for each attention call in it, the
             groups of each grid.
         calls: number of calls of each layer in the current call of the model.
         latents: weak reference to the latents. If they were freed, the call was interrupted, which
@@ -93,9 +93,9 @@ class Plans:
     """
 
     def __init__(self, latents: Tensor) -> None:
-        found: dict[tuple[Any, ...], dict[int, dict[int, Groups]]] = {}
-        self.found, self.calls = found, Counter[str]()
-        self.latents = weakref.ref(latents, lambda _: found.clear())
+        groups: dict[tuple[Any, ...], dict[int, dict[int, Groups]]] = {}
+        self.groups, self.calls = groups, Counter[str]()
+        self.latents = weakref.ref(latents, lambda _: groups.clear())
         self.unsettled = True
         self._version = latents._version
         self._others: list[weakref.ref[Tensor]] = []  # the latest call's other tensors
@@ -107,7 +107,7 @@ class Plans:
         The latents must be the same object with the same `_version`, and other inputs must differ.
         """
         same = len(others) == len(self._others) and all(
-            known() is other for known, other in zip(self._others, others, strict=True)
+            reference() is other for reference, other in zip(self._others, others, strict=True)
         )
         return self.latents() is latents and self._version == latents._version and not same
 
@@ -122,9 +122,9 @@ class Plans:
         return self
 
     def drop_stale(self) -> None:
-        """Drop groups of another timestep, before a layer first reads `found`."""
-        if self.found and not unchanged(self._of, self._now):
-            self.found.clear()
+        """Drop groups of another timestep, before a layer first reads `groups`."""
+        if self.groups and not unchanged(self._of, self._now):
+            self.groups.clear()
         self.unsettled, self._of = False, self._now
 
 
@@ -223,8 +223,8 @@ class HandleState:
     @property
     def now(self) -> ResolvedConfig:
         """Return the setting in force in this task."""
-        own = self.own.value
-        return own[-1] if own else self.setting
+        settings = self.own.value
+        return settings[-1] if settings else self.setting
 
     @contextmanager
     def using(self, setting: ResolvedConfig) -> Iterator[None]:

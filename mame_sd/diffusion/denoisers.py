@@ -52,16 +52,16 @@ def denoiser_of(target: Any) -> nn.Module:
         TypeError: `target` is neither a module nor a pipeline with a denoiser, or the pipeline has
             not loaded it yet.
     """
-    found = {"": target} if isinstance(target, nn.Module) else denoisers_of(target)
-    if found:
-        return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
+    denoisers = {"": target} if isinstance(target, nn.Module) else denoisers_of(target)
+    if denoisers:
+        return next(iter(denoisers.values())) if len(denoisers) == 1 else nn.ModuleDict(denoisers)
     kind = type(target).__name__
     specified = getattr(target, "_component_specs", ())  # of diffusers' modular pipelines
-    known = [n for n in (*DENOISERS, *OTHER_NAMES) if hasattr(target, n) or n in specified]
-    if not known:
+    names = [n for n in (*DENOISERS, *OTHER_NAMES) if hasattr(target, n) or n in specified]
+    if not names:
         raise TypeError(
             "expected a torch module or a diffusers pipeline with a unet or transformer, got"
             f" {kind}"
         )
     how = "call load_components() first" if specified else "give it one first"
-    raise TypeError(f"expected a pipeline with its {known[0]}, but {kind} has none yet: {how}")
+    raise TypeError(f"expected a pipeline with its {names[0]}, but {kind} has none yet: {how}")

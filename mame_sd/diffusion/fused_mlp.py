@@ -50,9 +50,9 @@ class FusedInHook(PartHook):
                 return _aside(of_block, of_block.activation(call.run(part)), call.x)
         if running is None or config is None or of_block is not None:
             return call.run() if self.ahead else super().output(call)
-        if (found := self.chosen(call, call.x, config)) is None:
+        if (choice := self.chosen(call, call.x, config)) is None:
             return call.run()
-        chosen, tokens, start = found
+        chosen, tokens, start = choice
         running.rows = rows = Rows(chosen, tokens, running.activation)
         part = rows.take(call.x, start)
         assert part is not None
@@ -178,15 +178,15 @@ def _activation(call: TokensCall, into: str) -> Callable[[Tensor], Tensor] | Non
     block = call.module
     act: Any = getattr(block, "act_mlp", None)
     into_mlp, out = block.get_submodule(into), block.get_submodule("proj_out")
-    own: Any = type(block).forward
-    of_block = getattr(call.forward, "__func__", None) is own
+    class_forward: Any = type(block).forward
+    of_block = getattr(call.forward, "__func__", None) is class_forward
     of_each_number = type(act) in (nn.GELU, nn.SiLU, nn.ReLU) and "forward" not in vars(act)
     hooked = of_each_number and (act._forward_hooks or act._forward_pre_hooks)
     width: Any = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
     projections = (into_mlp, out)
     alone = (
         of_block
-        and own.__module__.startswith("diffusers.models.")
+        and class_forward.__module__.startswith("diffusers.models.")
         and of_each_number
         and not hooked
         and not any(m._backward_hooks or m._backward_pre_hooks for m in (act, *projections))

@@ -85,8 +85,8 @@ class MaMeHandle(Handle[ResolvedConfig]):
     def __repr__(self) -> str:
         where = "" if self.installed else ", removed or replaced"
         active = "" if self.active else ", not active"
-        given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
-        return f"MaMeHandle({given or 'defaults'}: {self.described}{active}{where})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
+        return f"MaMeHandle({settings or 'defaults'}: {self.described}{active}{where})"
 
     @property
     def pipe(self) -> Any:
@@ -156,7 +156,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
         models = self.root.values() if isinstance(self.root, nn.ModuleDict) else [self.root]
         names = (class_names(getattr(model, "_orig_mod", model)) for model in models)
         # FSDP2 prefixes names of classes with "FSDP".
-        kinds = (next(kind for kind in own if not kind.startswith("FSDP")) for own in names)
+        kinds = (next(kind for kind in bases if not kind.startswith("FSDP")) for bases in names)
         return " and ".join(dict.fromkeys(kinds))
 
     @contextmanager
@@ -183,9 +183,9 @@ class MaMeHandle(Handle[ResolvedConfig]):
             RuntimeError: merging was removed or replaced.
             ValueError: as for `set`.
         """
-        given = read_config(config)
+        base = read_config(config)
         self._check_change("using")
-        asked = (given or self._shared.now.asked).replace(**fields)
+        asked = (base or self._shared.now.asked).replace(**fields)
         new = self._setting(asked, True)
         with CHANGES:
             self._put(self._needed(new))
@@ -269,13 +269,15 @@ class MaMeHandle(Handle[ResolvedConfig]):
                 f" {gone if pipe is None else 'no prompts'}; see apply_mame(pipe)"
             )
 
-        found = Measurement()
+        measurement = Measurement()
         for number, prompt in enumerate(prompts):
             generator = torch.Generator().manual_seed(seed + number)
-            given = {"generator": generator, "output_type": "latent", **call}
-            measure(self, partial(pipe, prompt, **given), found)
+            arguments = {"generator": generator, "output_type": "latent", **call}
+            measure(self, partial(pipe, prompt, **arguments), measurement)
         plain = {n: value for n, value in call.items() if isinstance(value, (int, float, str))}
-        calibration = calibrated(self, found, {"prompts": len(prompts), "seed": seed, **plain})
+        calibration = calibrated(
+            self, measurement, {"prompts": len(prompts), "seed": seed, **plain}
+        )
         self.set(calibration.config(speed))
         return calibration
 

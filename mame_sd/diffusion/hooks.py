@@ -73,12 +73,12 @@ class SizeHook(PreHook):
 
     def read(self, module: nn.Module, call: Call) -> None:
         """Note the layout of the tokens in a call of the module."""
-        found = self.tokens_of(module, call)
+        tokens = self.tokens_of(module, call)
         times = (call.get(name) for name in _TIMESTEP)
         several = any(isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] > 1 for t in times)
-        if several and isinstance(found, Tokens):
-            found = replace(found, timesteps=True)
-        self.tokens.value = Tokens((0,), unknown=found) if isinstance(found, str) else found
+        if several and isinstance(tokens, Tokens):
+            tokens = replace(tokens, timesteps=True)
+        self.tokens.value = Tokens((0,), unknown=tokens) if isinstance(tokens, str) else tokens
 
 
 class EagerSizeHook(SizeHook):

@@ -55,9 +55,9 @@ class LayerCall(NamedTuple):
 
         Each argument is passed by position or by name, as in the original call.
         """
-        given = {**self.arguments, **changes}
-        args = [given.pop(name) for name in self.by_place]
-        return self.forward(*args, *self.rest, **given)
+        arguments = {**self.arguments, **changes}
+        args = [arguments.pop(name) for name in self.by_place]
+        return self.forward(*args, *self.rest, **arguments)
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,10 @@ class AttentionAdapter(ABC):
     repeats_text = False  # True if texts may end in equal tokens
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        own = {} if module is None else parameters_of(type(module))
-        self._names = tuple(p.name for p in own.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
+        parameters = {} if module is None else parameters_of(type(module))
+        self._names = tuple(
+            p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+        )
 
     def call(
         self,
@@ -147,9 +149,9 @@ class AttentionAdapter(ABC):
             kwargs: named arguments of the call.
         """
         names, processor = self._names[: len(args)], getattr(module, "processor", None)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         kind = type(module if processor is None else processor).__name__
-        return LayerCall(module, forward, given, names, args[len(names) :], processor, kind)
+        return LayerCall(module, forward, arguments, names, args[len(names) :], processor, kind)
 
     @abstractmethod
     def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route:
@@ -212,19 +214,19 @@ class AttentionAdapter(ABC):
                 grids.append(Grid(start, size, share))
                 start += math.prod(size)
         length = None if route.after is None else route.before + tokens.count + route.after
-        known, plans = None, step.plans
+        groups, plans = None, step.plans
         if plans is not None and plans.latents() is not None:
             if plans.unsettled:
                 plans.drop_stale()
             plans.calls[name] += 1
             sizes = tuple(grid.size for grid in grids)
-            known = plans.found.setdefault((name, plans.calls[name], config, sizes), {})
+            groups = plans.groups.setdefault((name, plans.calls[name], config, sizes), {})
         options = KeyMerging(config.fit_queries, config.tile_size, config.seed)
         draw = step.draw if config.redraw else None
         leader = step.leader if config.share_guidance_plan else None
         return MergeJob(
             tuple(grids), length, route.first, options=options, draw=draw, leader=leader,
-            known=known, **{"queries": tokens.count, **route.job},
+            groups=groups, **{"queries": tokens.count, **route.job},
         )  # fmt: skip
 
 
@@ -387,9 +389,9 @@ class MergedForward:
         rows = running_rows() if shared.restores_blocks else None
         layout, kernel = hook.layout(), shared.kernel
         if hook.layer.repeats_text and config.equal_text and config.tau is None:
-            found = hook.layer.with_one_of_equal(call, layout, kernel)
-            if found is not None:
-                call, repeats = found
+            shortened = hook.layer.with_one_of_equal(call, layout, kernel)
+            if shortened is not None:
+                call, repeats = shortened
                 image, text = merged_call(
                     hook.layer, call, layout, config, stats, hook.step, kernel, rows, repeats
                 )
@@ -455,10 +457,10 @@ class LayerHook:
             RuntimeError: a block is recomputed after a call at another timestep.
         """
         shared, plans = self.shared, None
-        own: Step | LazyStep | None = getattr(shared.step.mine, "value", None)
-        step: Step | LazyStep | None = shared.step.latest if own is None else own
+        latest: Step | LazyStep | None = getattr(shared.step.mine, "value", None)
+        step: Step | LazyStep | None = shared.step.latest if latest is None else latest
         if isinstance(step, LazyStep):
-            plans = None if own is None else step.plans
+            plans = None if latest is None else step.plans
             step = step.made or step.step()
         if step is None or step is NO_STEP:
             return NO_STEP

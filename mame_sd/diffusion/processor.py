@@ -167,8 +167,8 @@ class MaMeAttnProcessor:
         watch_kernels()
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
-        return f"MaMeAttnProcessor({given})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
+        return f"MaMeAttnProcessor({settings})"
 
 
 def _check_replaceable(

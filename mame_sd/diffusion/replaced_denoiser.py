@@ -77,8 +77,8 @@ def watch_pipeline(pipe: Any, handle: Any) -> None:
 
 def check_of(pipe: Any) -> PipelineCheck | None:
     """Return the check of a pipeline, or None."""
-    found: PipelineCheck | None = getattr(pipe, "__dict__", {}).get(_ATTRIBUTE)
-    return found
+    check: PipelineCheck | None = getattr(pipe, "__dict__", {}).get(_ATTRIBUTE)
+    return check
 
 
 def forget_pipeline(pipe: Any) -> None:

@@ -66,13 +66,13 @@ def restoring_hooks(
             yield path, part, part_hook
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
-            own = BlockHook(shared, stats, hook.layouts, number, family)
+            block_hook = BlockHook(shared, stats, hook.layouts, number, family)
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
             if fused is not None:
-                own.fused, own.for_mlps = fused, True
-            own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
-            yield outer, block, own
+                block_hook.fused, block_hook.for_mlps = fused, True
+            block_hook.never = family.blocks or (SEVERAL if several else GATED if gated else "")
+            yield outer, block, block_hook
 
 
 def _parts_of(

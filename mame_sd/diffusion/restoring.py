@@ -286,9 +286,9 @@ class MLPHook(RestoreHook):
             return call.run()
         turned = self.family.sequence_first and isinstance(call.x, Tensor) and call.x.dim() == 3
         x = call.x.transpose(0, 1) if turned else call.x
-        if (found := self.chosen(call, x, config)) is None:
+        if (choice := self.chosen(call, x, config)) is None:
             return call.run()
-        chosen, tokens, start = found
+        chosen, tokens, start = choice
 
         def of_tokens(t: Tensor) -> Any:
             return call.run(t.transpose(0, 1)).transpose(0, 1) if turned else call.run(t)
@@ -304,8 +304,8 @@ class TextHook(RestoreHook):
     def output(self, call: TokensCall) -> Any:
         """See `RestoreHook`."""
         config = self.config
-        own = getattr(call.forward, "__func__", None) is type(call.module).forward
-        wanted = own and config is not None and config.equal_text
+        unwrapped = getattr(call.forward, "__func__", None) is type(call.module).forward
+        wanted = unwrapped and config is not None and config.equal_text
         repeats = equal_at_end(call.x) if wanted else 1
         if repeats == 1:
             return call.run()
@@ -378,14 +378,14 @@ class BlockHook(RestoreHook):
 
     def output(self, call: TokensCall) -> Any:
         """See `RestoreHook`."""
-        config, found = self.config, None
+        config, choice = self.config, None
         if running_rows() is not None:
             return call.run()
         if config is not None and config.block_share < 1:
-            found = self.chosen(call, call.x, config)
-        if found is None:
+            choice = self.chosen(call, call.x, config)
+        if choice is None:
             return call.run() if self.fused is None else self.fused.output(call)
-        chosen, tokens, start = found
+        chosen, tokens, start = choice
         activation = None if self.fused is None else self.fused.activation(call)
         rows = Rows(chosen, tokens, activation)
         with RowsMode(rows):

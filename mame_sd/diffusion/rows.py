@@ -151,5 +151,5 @@ def needs_all_rows(attention: Any) -> bool:
     prompts, StyleAligned).
     """
     processor = getattr(attention, "processor", None)
-    own = processor is None or type(processor).__module__.startswith("diffusers.models.")
-    return not own
+    is_diffusers = processor is None or type(processor).__module__.startswith("diffusers.models.")
+    return not is_diffusers

@@ -34,8 +34,8 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     parts = list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
     folders: list[Path] = []
     for part in parts:
-        own: Any = getattr(part, "config", None)
-        place = own.get("_name_or_path") if isinstance(own, dict) else None
+        model_config: Any = getattr(part, "config", None)
+        place = model_config.get("_name_or_path") if isinstance(model_config, dict) else None
         if isinstance(place, (str, PathLike)) and place:
             folders += [Path(place)] if len(parts) == 1 else []  # the denoiser's folder
             folders.append(Path(place).parent)  # the pipeline's folder

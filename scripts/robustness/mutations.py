@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FAULTS = """
 core/intercept.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models.py
     if name not in self.names: => if False:
-    self.known.setdefault(self.calls, {}) => self.known.setdefault(0, {})
+    self.groups.setdefault(self.calls, {}) => self.groups.setdefault(0, {})
     shift = 0 if self.length is None else count - self.length => shift = 0
     mask = mask == 0 => mask = mask
 core/merge_keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models.py
@@ -33,7 +33,7 @@ core/merge_keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_
     log_sizes[:, None, None] if size_bias => log_sizes[:, None, None] * 0 if size_bias
     if not size_bias and scale: => if False:
     masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2]) => masked = zero
-    found.kept + grid.start] => found.kept]
+    of_grid.kept + grid.start] => of_grid.kept]
     (first * length + start => (first * length
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     count * k.shape[1] // q.shape[1])] => count)]
@@ -57,11 +57,11 @@ core/groups.py: diffusion/test_equal_text.py
     cumprod(1).sum(1).min()) => cumprod(1).sum(1).max())
     or unreadable(text) or torch.is_grad_enabled(): => or unreadable(text):
 diffusion/families/attention.py: diffusion/test_equal_text.py
-    text is None or masked or not own or type => text is None or masked or type
+    text is None or masked or not unwrapped or type => text is None or masked or type
     if repeats == 1 or isinstance(self.route(call, layout, EVERY), Skip): => if repeats == 1:
 core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
-    own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
+    row_major.view(size).transpose(0, 1).flatten() if len(size) == 3 else row_major => row_major
 core/guidance.py: core
     times.float().amax() => times.float().amin()
     guide = unguided.index(False) => guide = 0
@@ -77,7 +77,7 @@ core/restore.py: core/test_restore.py
     slots = slots - origin => slots = slots
     torch.add(origin * -0.5, slots, alpha=0.5) => slots - origin
     nearest.masked_fill_(pad, -torch.finfo(dtype).max) => pass
-    nearest.scatter_(1, own, -torch.inf) => pass
+    nearest.scatter_(1, drawn, -torch.inf) => pass
     self.factor - self.factor.mean(-1, keepdim=True) => self.factor
     sums.clamp_min_(LARGEST) => torch.full_like(sums, LARGEST)
     y = within(y.to(parts.dtype), parts) => y = y.to(parts.dtype)
@@ -100,7 +100,7 @@ core/paper.py: core diffusion/test_processor.py
 diffusion/context.py: diffusion/test_calls.py diffusion/test_families.py diffusion/test_apply.py
     is latents and self._version == latents._version and => is latents and
     same = len(others) == len(self._others) and => same = False and
-    if self.found and not unchanged( => if self.found and unchanged(
+    if self.groups and not unchanged( => if self.groups and unchanged(
     self._moved = not unchanged( => self._moved = False and not unchanged(
     if length == self.before + self.count + self.after else None => if length else None
 diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/test_families.py
@@ -135,7 +135,7 @@ diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
     NOT_PLAIN if self.ahead and not _is_plain(call) else "" => ""
     act._forward_hooks or act._forward_pre_hooks => act._forward_hooks
     nn.ReLU) and "forward" not in vars(act) => nn.ReLU)
-    of_block = getattr(call.forward, "__func__", None) is own => of_block = True
+    of_block = getattr(call.forward, "__func__", None) is class_forward => of_block = True
     and all(_has_own_hook(module) and _is_outermost(module) => and all(True
     and not any(m._backward_hooks or m._backward_pre_hooks => and not any(False
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
@@ -158,7 +158,7 @@ diffusion/replaced_denoiser.py: diffusion/test_replaced_denoiser.py
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
-    return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
+    return layouts.pop() if len(layouts) == 1 else UNLIKE => return layouts.pop()
     is not t or version != t._version => is not t
 diffusion/families/attention.py: diffusion/test_families.py test_models.py
     after + text if family.joint == "last" else => after + text if family.joint == "first" else

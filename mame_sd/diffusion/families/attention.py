@@ -87,9 +87,9 @@ class SequenceAttention(AttentionAdapter):
         The mask that counts it is free in a CPU's fused kernel alone, and 16 bits would round it.
         """
         text = call.arguments.get(self.family.text)
-        own = getattr(call.forward, "__func__", None) is type(call.module).forward
+        unwrapped = getattr(call.forward, "__func__", None) is type(call.module).forward
         masked = call.arguments.get("attention_mask") is not None
-        if text is None or masked or not own or type(call.processor) not in COUNT_TEXT:
+        if text is None or masked or not unwrapped or type(call.processor) not in COUNT_TEXT:
             return None
         if F.scaled_dot_product_attention is not SDPA or (kernel and not kernel.takes_bias):
             return None
@@ -104,8 +104,8 @@ class SequenceAttention(AttentionAdapter):
 
     def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route:
         """Decide how a call merges, see `AttentionAdapter`."""
-        family, given = self.family, call.arguments
-        hidden = given.get(self.hidden)
+        family, arguments = self.family, call.arguments
+        hidden = arguments.get(self.hidden)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (
             (3,) if family.queries else (2, 3, 4)
         ):
@@ -126,7 +126,7 @@ class SequenceAttention(AttentionAdapter):
         if config.tau is not None:
             if not family.queries:
                 return Skip(KEYS_ONLY.format(type(call.module).__name__))
-            unlike = _unlike(given, family.select, layout) if family.select else None
+            unlike = _unlike(arguments, family.select, layout) if family.select else None
             if unlike is not None:
                 return Skip(unlike)
             feature = hidden[:, first : first + layout.count]
@@ -135,10 +135,10 @@ class SequenceAttention(AttentionAdapter):
         if any(getattr(hook, "skip_attention_scores", False) for hook in hooks.values()):
             return Skip(LAYER_SKIP)
         before, after = first, hidden.shape[1] - first - layout.count
-        text = 0 if family.joint is None else _text_length(family, given, layout)
+        text = 0 if family.joint is None else _text_length(family, arguments, layout)
         last = None if text is None else after + text if family.joint == "last" else after
         before += (text or 0) if family.joint == "first" else 0
-        cached = family.cached is not None and family.cached(given)
+        cached = family.cached is not None and family.cached(arguments)
         job = {"queries": hidden.shape[1], "prefixed": cached}
         note = NO_SIZE if len(layout.size) == 1 else ""
         return MergeKeys(call, config, layout, first, before, last, note, job=job)
@@ -270,12 +270,12 @@ def _skip_reason(
     `hidden` is the first of the inputs, [B, L, C], and `first` the position of the first token in
     it. If `first` is None, the tokens aren't in it.
     """
-    family, given = layer.family, call.arguments
-    joint = given.get(family.text) is not None and family.text not in family.inputs
+    family, arguments = layer.family, call.arguments
+    joint = arguments.get(family.text) is not None and family.text not in family.inputs
     if joint and family.joint is None:
         return "cross-attention"
     for name in family.inputs:
-        value = given.get(name)
+        value = arguments.get(name)
         if isinstance(value, Tensor) and value.dim() != 3:
             value = _sequence(value)
         located = name == family.inputs[0] and first is not None
@@ -295,9 +295,9 @@ def _skip_reason(
     elif merging < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"
     for name in family.leaves:
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             return f"{name} is given, with which it attends otherwise"
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if mask is not None and not isinstance(mask, Tensor):
         return f"a {type(mask).__name__} instead of an attention mask: no softmax over all keys"
     if mask is not None and not family.mask:
@@ -305,14 +305,14 @@ def _skip_reason(
     return None
 
 
-def _text_length(family: Family, given: Call, tokens: Tokens) -> int | None:
+def _text_length(family: Family, arguments: Call, tokens: Tokens) -> int | None:
     """Return the number of text keys that a joint call adds to those of its tokens.
 
     It is 0 if there is no text, and None if each sample has its own number.
     """
     if family.text_keys is not None:
-        return family.text_keys(given, tokens)
-    text = None if family.text in family.inputs else given.get(family.text)
+        return family.text_keys(arguments, tokens)
+    text = None if family.text in family.inputs else arguments.get(family.text)
     if text is None:
         return 0
     return int(text.shape[-2] if text.dim() < 4 else text.shape[2:].numel())
@@ -350,7 +350,7 @@ def _rows(tokens: Tokens, kept: Tensor) -> Rows:
     return pick
 
 
-def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
+def _unlike(arguments: Call, select: Any, tokens: Tokens) -> str | None:
     """Return why whole tokens of this call can't merge, or None if they can.
 
     Either an argument's rows don't match the tokens, or a mask hides some of the tokens.
@@ -362,14 +362,14 @@ def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
         start = tokens.start(t.shape[dim])
         if start is None:
             wrong.append(f"{t.shape[dim]} along dimension {dim} of {list(t.shape)}")
-        elif t is given.get("attention_mask"):
+        elif t is arguments.get("attention_mask"):
             if unreadable(t):
                 masked.append(MASK_UNREAD)
             elif not constant_along(t.narrow(dim, start, tokens.count), dim):
                 masked.append(MASK_HIDES)
         return t
 
-    select(given, look)
+    select(arguments, look)
     before, after = ("any number" if n is None else n for n in (tokens.before, tokens.after))
     others = f" (with {before} before and {after} after them)" if before or after else ""
     if not wrong:

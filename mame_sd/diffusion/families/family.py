@@ -114,8 +114,8 @@ class Family:
 
     def knows(self, path: str, module: nn.Module) -> bool:
         """Return True if the family covers `module` at `path`, whether it merges or not."""
-        known = {entry.partition(".")[0] for entry in self.attention}
-        return is_one_of(module, known) or not set(self.outside).isdisjoint(path.split("."))
+        classes = {entry.partition(".")[0] for entry in self.attention}
+        return is_one_of(module, classes) or not set(self.outside).isdisjoint(path.split("."))
 
 
 def class_names(module: nn.Module) -> list[str]:

@@ -53,15 +53,17 @@ def cached_by_tensor(*names: str) -> Callable[[Layout], Layout]:
                 for name, value in call.items()
                 if name not in names and isinstance(value, (Tensor, str))
             }
-            own, key = kept.setdefault(model, {}), (*map(id, read), *sorted(others.items()))
-            found = own.get(key)
-            if found is None or any(
-                known() is not t or version != t._version
-                for (known, version), t in zip(found[0], read, strict=True)
+            of_model, key = kept.setdefault(model, {}), (*map(id, read), *sorted(others.items()))
+            entry = of_model.get(key)
+            if entry is None or any(
+                reference() is not t or version != t._version
+                for (reference, version), t in zip(entry[0], read, strict=True)
             ):
-                held = [(weakref.ref(t, lambda _: own.pop(key, None)), t._version) for t in read]
-                found = own[key] = held, layout(model, call)
-            return found[1]
+                held = [
+                    (weakref.ref(t, lambda _: of_model.pop(key, None)), t._version) for t in read
+                ]
+                entry = of_model[key] = held, layout(model, call)
+            return entry[1]
 
         return remembered
 
@@ -70,8 +72,8 @@ def cached_by_tensor(*names: str) -> Callable[[Layout], Layout]:
 
 def patches(model: Any, call: Call) -> Tokens:
     """Return the layout of an image [B, C, H, W] or a video [B, C, T, H, W], in patches."""
-    given = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
-    return Tokens(_cut(given.shape[2:], model.config))
+    latents = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
+    return Tokens(_cut(latents.shape[2:], model.config))
 
 
 def image_or_patches(module: Any, call: Call) -> Tokens | None:
@@ -141,8 +143,8 @@ def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -
 def _in_sequence(
     layout: Layout, before: int | None, after: int | None, model: Any, call: Call
 ) -> Tokens | str | None:
-    found = layout(model, call)
-    return replace(found, before=before, after=after) if isinstance(found, Tokens) else found
+    tokens = layout(model, call)
+    return replace(tokens, before=before, after=after) if isinstance(tokens, Tokens) else tokens
 
 
 @cached_by_tensor("img_ids")
@@ -292,10 +294,10 @@ def ideogram4(model: Any, call: Call) -> Tokens | str:
     if not (image == image[:1]).all():
         return UNLIKE
     count, first = int(image[0].sum()), int(image[0].long().argmax())
-    own = slice(first, first + count)
-    if not image[0, own].all():
+    span = slice(first, first + count)
+    if not image[0, span].all():
         return "the image's tokens are not one behind the other"
-    places = call["position_ids"][0, own, 1:3].cpu().long()
+    places = call["position_ids"][0, span, 1:3].cpu().long()
     return Tokens(_grid(places), first, image.shape[1] - first - count)
 
 
@@ -422,8 +424,8 @@ def cosmos3(model: Any, call: Call) -> Tokens | str:
 
 def _alike(samples: Iterable[Tokens]) -> Tokens | str:
     """Return the layout that all samples of a batch share, or the reason if they differ."""
-    found = set(samples)
-    return found.pop() if len(found) == 1 else UNLIKE
+    layouts = set(samples)
+    return layouts.pop() if len(layouts) == 1 else UNLIKE
 
 
 def _cut(sides: Any, config: Any) -> tuple[int, ...]:
@@ -477,8 +479,8 @@ def along(**dims: Dims) -> Callable[[Call, Rows], dict[str, Any]]:
 
 
 def _select(dims: dict[str, Dims], call: Call, rows: Rows) -> dict[str, Any]:
-    found = {name: dim for name, dim in dims.items() if call.get(name) is not None}
-    return {name: _picked(call[name], rows, dim) for name, dim in found.items()}
+    axes = {name: dim for name, dim in dims.items() if call.get(name) is not None}
+    return {name: _picked(call[name], rows, dim) for name, dim in axes.items()}
 
 
 def _picked(value: Any, rows: Rows, dims: Dims) -> Any:

@@ -49,8 +49,8 @@ def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
     """
     hidden_states, kind = arguments.pop("hidden_states"), type(processor)
     names = (_KNOWN.get(kind) or _parameters(kind)) | {"encoder_hidden_states", "attention_mask"}
-    given = {name: value for name, value in arguments.items() if name in names}
-    return processor(attn, hidden_states, **given)
+    passed = {name: value for name, value in arguments.items() if name in names}
+    return processor(attn, hidden_states, **passed)
 
 
 def default_processor(attn: Any) -> Any:

@@ -225,7 +225,7 @@ def family_of(model: nn.Module) -> Family | None:
     for an unknown model.
     """
     for kind in class_names(model):
-        for known in (REGISTERED, _MODELS):
-            if kind in known:
-                return known[kind]
+        for families in (REGISTERED, _MODELS):
+            if kind in families:
+                return families[kind]
     return None
