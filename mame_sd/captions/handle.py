@@ -41,8 +41,8 @@ class CaptionHandle(Handle[MaMeConfig]):
     @property
     def config(self) -> MaMeConfig:
         """Return the settings now in force in this task, of which only `keep` is used."""
-        own = (config for handle, config in reversed(_OWN.get()) if handle is self)
-        return next(own, self._settings)
+        settings = (config for handle, config in reversed(_OWN.get()) if handle is self)
+        return next(settings, self._settings)
 
     @contextmanager
     def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:
@@ -50,14 +50,14 @@ class CaptionHandle(Handle[MaMeConfig]):
 
         Each answer keeps the settings with which it began. Nothing merges while `active` is False.
         """
-        given = read_config(config)
+        base = read_config(config)
         self._check_change("using")
-        own = self, self._resolve(given, fields)
-        _OWN.set((*_OWN.get(), own))
+        entry = self, self._resolve(base, fields)
+        _OWN.set((*_OWN.get(), entry))
         try:
             yield
         finally:  # blocks may end in any order
-            _OWN.set(tuple(one for one in _OWN.get() if one is not own))
+            _OWN.set(tuple(one for one in _OWN.get() if one is not entry))
 
     @property
     def installed(self) -> bool:

@@ -69,12 +69,12 @@ def generate_command(
     Run again to continue; launch with accelerate to share the work.
     """
     config, chosen = merging.read(), prompts.read()
-    known = {**described_sampling(chosen, sampling), "model": model.identity()}
+    settings = {**described_sampling(chosen, sampling), "model": model.identity()}
     if config is None:
-        known["mame"] = None
+        settings["mame"] = None
     elif config.given:  # otherwise the model's mame.json may decide
-        known["mame"] = config.to_dict(given_only=True)
-    RunFolder(out).check(known)
+        settings["mame"] = config.to_dict(given_only=True)
+    RunFolder(out).check(settings)
     model.check_place()
     from mame_sd.cli.generate import run_generate
 
@@ -172,5 +172,5 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
     """Run one command line (by default that of the process); failures are exceptions."""
     # Notices of transformers at import are not about our users' input.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return app(given, "mame-sd", standalone_mode=False)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return app(words, "mame-sd", standalone_mode=False)

@@ -69,18 +69,18 @@ def run_calibrate(
     made_with = {**about, "described": handle.described, "base": base.to_dict(), "forms": FORMS}
     there = read_object(file, "an earlier calibration") if file.exists() else {"about": {}}
     same = not differences(there.pop("about"), made_with)
-    found = Measurement(**there) if same else Measurement()
+    measurement = Measurement(**there) if same else Measurement()
     jobs = jobs_of(prompts, settings)
     try:
         with progress("prompts") as on_progress:
-            for job in jobs[found.images :]:
-                on_progress(found.images, len(jobs))
-                measure(handle, partial(sample, model, settings, [job]), found)
-                text = json.dumps({"about": made_with, **asdict(found)})
+            for job in jobs[measurement.images :]:
+                on_progress(measurement.images, len(jobs))
+                measure(handle, partial(sample, model, settings, [job]), measurement)
+                text = json.dumps({"about": made_with, **asdict(measurement)})
                 write_atomically(file, text.encode())
     except ValueError as error:
         raise UserError(f"{error} (see --min-tokens, --height and --width)") from error
-    calibration = calibrated(handle, found, about)
+    calibration = calibrated(handle, measurement, about)
     try:
         text = calibration.text(speed)
     except ValueError as error:

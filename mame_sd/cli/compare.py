@@ -169,10 +169,10 @@ def compare(
     sample(model, replace(settings, steps=1), [job])
     for way in every:
         installed = None if way.config is None else Merging(way.config).install(model)
-        own = replace(settings, steps=settings.steps - way.fewer)
+        sampling = replace(settings, steps=settings.steps - way.fewer)
         try:
             start = clock()
-            (image,) = sample(model, own, [job], on_step=on_step)
+            (image,) = sample(model, sampling, [job], on_step=on_step)
             seconds = clock() - start
             levels = [] if installed is None else installed.levels()
         finally:
@@ -216,7 +216,7 @@ def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
         By label of the way: its mean "seconds" and their "unit"; for all but the first way the
         median "times_as_fast" and the mean "psnr" in dB; and the "levels" of the first row.
     """
-    found = {}
+    by_way = {}
     for at, panel in enumerate(rows[0]):
         seconds = fmean(row[at].seconds for row in rows)
         about: dict[str, Any] = {"seconds": round(seconds, 3), "unit": panel.unit}
@@ -224,8 +224,8 @@ def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
             near = [min(psnr(row[0].image, row[at].image), LARGEST) for row in rows]
             speed = median(row[at].speed(row[0]) for row in rows)
             about |= {"times_as_fast": round(speed, 3), "psnr": round(fmean(near), 2)}
-        found[panel.label] = {**about, "levels": panel.levels}
-    return found
+        by_way[panel.label] = {**about, "levels": panel.levels}
+    return by_way
 
 
 def summary_line(rows: Sequence[Sequence[Panel]]) -> str:

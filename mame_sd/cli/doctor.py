@@ -107,10 +107,10 @@ def _attention(device: torch.device) -> Check:
         kernel.kind if backend is None else backend.name.lower().removesuffix("_attention")
         for backend in (backend_of(q), backend_of(q, bias))
     )
-    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    q, k, v, bias, found = (t.cpu().double() for t in (q, k, v, bias, found))
+    output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    q, k, v, bias, output = (t.cpu().double() for t in (q, k, v, bias, output))
     wanted = (q @ k.mT / 8 + bias).softmax(-1) @ v
-    apart = float((found - wanted).norm() / wanted.norm())
+    apart = float((output - wanted).norm() / wanted.norm())
     if not apart < 100 * torch.finfo(dtype).eps:
         raise MachineError(
             f"attention with a bias: expected the formula's output, got one off by {apart:.1e};"

@@ -105,8 +105,8 @@ def _usage_message(error: Any) -> str:
     message = error.format_message().strip().rstrip(".?")
     problems = getattr(error.__cause__, "errors", None)  # of a number; typer omits what came
     if problems is not None:
-        (found,) = problems()
-        kind = "a whole number" if found["type"].startswith("int") else "a number"
-        message = f"{error.param.opts[0]}: expected {kind}, got {found['input']!r}"
+        (problem,) = problems()
+        kind = "a whole number" if problem["type"].startswith("int") else "a number"
+        message = f"{error.param.opts[0]}: expected {kind}, got {problem['input']!r}"
     path = getattr(getattr(error, "ctx", None), "command_path", None) or "mame-sd"
     return f"{message}; {path} --help shows what can be given"

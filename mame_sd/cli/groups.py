@@ -83,9 +83,9 @@ class MergingOptions:
             UserError: a value or file is wrong, or --baseline makes another option useless.
         """
         names = ("keep", "mlp_keep", "block_keep", "tau", "min_tokens")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.baseline:
-            others = [*given, *(["config"] if self.config is not None else [])]
+            others = [*settings, *(["config"] if self.config is not None else [])]
             if others:
                 flags = ", ".join("--" + name.replace("_", "-") for name in others)
                 raise UserError(
@@ -94,10 +94,10 @@ class MergingOptions:
             return None
         base = MaMeConfig() if self.config is None else settings_of(self.config, "--config")
         try:
-            return base.replace(**given)
+            return base.replace(**settings)
         except ValueError as error:
             name, _, rest = str(error).partition(": ")
-            where = "--" + name.replace("_", "-") if name in given else f"merging: {name}"
+            where = "--" + name.replace("_", "-") if name in settings else f"merging: {name}"
             raise UserError(f"{where}: {rest}" if rest else f"merging: {error}") from None
 
 

@@ -42,13 +42,13 @@ class _PlainHelp:
             raise
 
     def get_params(self, context: Any) -> list[Any]:
-        found: list[Any] = super().get_params(context)  # type: ignore[misc]
-        for parameter in found:
+        parameters: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in parameters:
             if parameter.param_type_name == "argument":
                 parameter.display_type_rich = lambda ctx: None
             elif parameter.metavar is None and getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
-        return found
+        return parameters
 
 
 class Command(_PlainHelp, TyperCommand):
@@ -130,10 +130,10 @@ class FieldOptions:
 
     def build(self, values: dict[str, Any]) -> Any:
         """Take the values of these options out of `values`, and return the command's argument."""
-        given = {p.name: values.pop(p.name) for p in self.parameters}
+        taken = {p.name: values.pop(p.name) for p in self.parameters}
         if self._given_only:
-            return {name: value for name, value in given.items() if value is not None}
-        tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            return {name: value for name, value in taken.items() if value is not None}
+        tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in taken.items()}
         return self._kind(**tuples)
 
 

@@ -29,8 +29,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the number format that `name`, one of `DTYPES` or "auto", means on a device."""
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:

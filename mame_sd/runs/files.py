@@ -96,8 +96,8 @@ def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryI
     Raises:
         UserError, MachineError: see `writing`.
     """
-    own = f".mame-sd.{os.getpid()}.{threading.get_ident()}.tmp"
-    temporary = temporary or path.with_name(own)
+    hidden = f".mame-sd.{os.getpid()}.{threading.get_ident()}.tmp"
+    temporary = temporary or path.with_name(hidden)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)  # of a run that was killed, or a foreign link

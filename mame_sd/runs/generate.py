@@ -74,7 +74,7 @@ def generate(
     if isinstance(method, MaMeConfig):
         method = Merging(model.resolved(method))
     jobs = jobs_of(prompts, settings)
-    known = {job.name: job.known for job in jobs}
+    by_name = {job.name: job.known for job in jobs}
     folder = RunFolder(out)
     # All that decides pixels. A folder must be continued with the settings it was begun with.
     described = {
@@ -91,14 +91,14 @@ def generate(
     try:
         if process.is_main:
             folder.prepare(about)
-            folder.collect(known)
+            folder.collect(by_name)
         process.wait()
-        done = folder.finished(known)
+        done = folder.finished(by_name)
         process.wait()  # nobody writes before everybody has looked
         made = run.make_all_but(done)
         process.wait()
         if process.is_main:
-            rows = folder.collect(known)
+            rows = folder.collect(by_name)
             if len(rows) < len(jobs):
                 raise MachineError(
                     f"{folder.images}: expected the run's {len(jobs)} images, found {len(rows)}"
@@ -145,8 +145,8 @@ class _Run:
                 made += sum(self._make(batch, done, installed) for batch in batches[:1])
             except UserError as error:
                 problem = error
-            for found in filter(None, self.process.all_gather(problem)):
-                raise found
+            for failure in filter(None, self.process.all_gather(problem)):
+                raise failure
             for batch in batches[1:]:
                 self.on_progress(made, total)
                 made += self._make(batch, done, installed)
@@ -180,15 +180,15 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Return versions of Python and of packages that images and scores depend on, or None."""
-    found: dict[str, Any] = {"python": platform.python_version()}
+    installed: dict[str, Any] = {"python": platform.python_version()}
     for package in ("mame-sd", "torch", "diffusers", "transformers", "numpy", "pillow"):
-        found[package] = None
+        installed[package] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
-def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int) -> Summary:
+def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, before: int) -> Summary:
     """Return means over the images of the folder: seconds, and tokens of each level."""
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), float)]
     every = [level for row in rows for level in row.get("levels", [])]
@@ -199,4 +199,4 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int)
         merged = any(one.get("layers_merged", 1) for one in those)
         level = {"kind": kind, "level": number, "tokens_in": tokens_in, "tokens_kept": kept}
         levels.append({**level, "merged": merged, "share": kept / tokens_in})
-    return Summary(images, made, found, fmean(seconds) if seconds else None, levels)
+    return Summary(images, made, before, fmean(seconds) if seconds else None, levels)

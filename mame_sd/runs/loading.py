@@ -103,8 +103,8 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         pipe.set_progress_bar_config(disable=True)
         pipe.to(device)
         digest = digest_of(source)
-    own = {"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__}
-    identity = {**own, "sha256": digest, **known}
+    classes = {"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__}
+    identity = {**classes, "sha256": digest, **known}
     _, guidance = guidance_of(pipe)
     if guidance is not None:
         guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
@@ -176,11 +176,11 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
         allowed = "a pipeline class of diffusers"
         raise unexpected(f"--model {folder}", allowed, repr(name), "convert the model")
     check_text_to_image(kind, choice.name)
-    given = dtype_argument(dtype)
+    options = dtype_argument(dtype)
     pipe = kind.from_pretrained(
-        str(folder), variant=choice.variant, local_files_only=choice.offline, **given
+        str(folder), variant=choice.variant, local_files_only=choice.offline, **options
     )
-    return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)  # of a custom class
+    return pipe if type(pipe) is kind else kind.from_pipe(pipe, **options)  # of a custom class
 
 
 def _load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:

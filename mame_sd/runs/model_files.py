@@ -84,8 +84,8 @@ class ModelChoice:
         """
         if self.embedded is not None or not HUB_ID.fullmatch(self.model or ""):
             find_model(self)
-        for given in self.loras:
-            read_lora(given)
+        for lora in self.loras:
+            read_lora(lora)
 
     def identity(self) -> dict[str, Any]:
         """Return the part of the model's identity that needs neither torch nor the model.
@@ -93,7 +93,7 @@ class ModelChoice:
         Raises:
             UserError: a LoRA is not there.
         """
-        config, own = self.single_file_config, {"scheduler": self.scheduler, "dtype": self.dtype}
+        config, chosen = self.single_file_config, {"scheduler": self.scheduler, "dtype": self.dtype}
         return {
             "name": self.name,
             "variant": self.variant,
@@ -102,45 +102,45 @@ class ModelChoice:
                 {**name_and_digest(source), "scale": scale}
                 for source, scale in map(read_lora, self.loras)
             ],
-            **{name: value for name, value in own.items() if value not in (None, "auto")},
+            **{name: value for name, value in chosen.items() if value not in (None, "auto")},
         }
 
     def __post_init__(self) -> None:
-        given = self.model or "none"
+        model = self.model or "none"
         if self.model == "":
             raise unexpected("--model", "a folder, file or hub id", "nothing", "give one")
         if self.dtype not in ("auto", *DTYPES):
             allowed = f"auto, {', '.join(DTYPES)}"
             raise unexpected("--dtype", allowed, repr(self.dtype), "give one of these")
-        if self.revision is not None and (self.embedded or os.path.exists(given)):
-            raise unexpected("--revision", "a hub id as --model", given, "leave it out")
-        if self.single_file_config is not None and Path(given).suffix != ".safetensors":
+        if self.revision is not None and (self.embedded or os.path.exists(model)):
+            raise unexpected("--revision", "a hub id as --model", model, "leave it out")
+        if self.single_file_config is not None and Path(model).suffix != ".safetensors":
             allowed = "a .safetensors file as --model"
-            raise unexpected("--single-file-config", allowed, given, "leave it out")
+            raise unexpected("--single-file-config", allowed, model, "leave it out")
 
 
-def read_lora(given: str) -> tuple[str, float]:
+def read_lora(lora: str) -> tuple[str, float]:
     """Return the file, folder or hub id of PATH_OR_ID[:SCALE], and its scale.
 
     Raises:
         UserError: the scale is no finite number, or nothing is at the path.
     """
-    source, mark, text = given.rpartition(":")
+    source, mark, text = lora.rpartition(":")
     try:
         scale = float(text)
     except ValueError:
         mark = ""
-    if not mark or os.path.exists(given):
-        source, scale = given, 1.0
+    if not mark or os.path.exists(lora):
+        source, scale = lora, 1.0
     if not math.isfinite(scale):
         allowed = "a finite scale after the colon"
-        raise unexpected(f"--lora {given}", allowed, text, "give one such as 0.8")
+        raise unexpected(f"--lora {lora}", allowed, text, "give one such as 0.8")
     if source == EMBEDDED + FEW_STEPS and not os.path.exists(source):
         from mame_sd.embedded.model import GET_THEM, models_folder
 
         source = str(models_folder() / FEW_STEPS.replace("-", "_"))
         if not os.path.exists(source):
-            raise UserError(f"--lora {given}: expected the embedded LoRA, found none; {GET_THEM}")
+            raise UserError(f"--lora {lora}: expected the embedded LoRA, found none; {GET_THEM}")
     if not os.path.exists(source) and not HUB_ID.fullmatch(source):
         raise UserError(
             f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
@@ -161,8 +161,8 @@ def find_model(choice: ModelChoice) -> Path:
     def download(name: str) -> str:
         from diffusers import DiffusionPipeline
 
-        given = {"variant": choice.variant, "revision": choice.revision}
-        return str(DiffusionPipeline.download(name, **given, local_files_only=choice.offline))
+        version = {"variant": choice.variant, "revision": choice.revision}
+        return str(DiffusionPipeline.download(name, **version, local_files_only=choice.offline))
 
     folder = find_folder(choice.model or f"{EMBEDDED}unet", download)
     if not os.path.isfile(folder / "model_index.json"):
@@ -194,9 +194,9 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
         except FileNotFoundError as error:
             raise UserError(f"{flag} {name}: {error}") from None
     if os.path.isfile(path) or not HUB_ID.fullmatch(name):
-        found = "got a file" if os.path.isfile(path) else "found nothing there"
+        got = "got a file" if os.path.isfile(path) else "found nothing there"
         raise UserError(
-            f"{flag} {name}: expected a folder or a hub id (owner/name), {found}; check the path"
+            f"{flag} {name}: expected a folder or a hub id (owner/name), {got}; check the path"
         )
     try:
         return Path(download(name))
@@ -218,8 +218,8 @@ def check_tokenizers(folder: Path, flag: str = "--model") -> None:
         if not name.startswith("tokenizer") or not isinstance(entry, list) or entry[-1] is None:
             continue
         there = [file.name for file in (folder / name).glob("*") if file.is_file()]
-        known = ("_config.json", "special_tokens_map.json")
-        if all(file.endswith(known) for file in there):
+        endings = ("_config.json", "special_tokens_map.json")
+        if all(file.endswith(endings) for file in there):
             raise UserError(
                 f"{flag} {folder}: expected the vocabulary of {name}, found"
                 f" {'none' if there else 'no such folder'}; copy the whole model again"

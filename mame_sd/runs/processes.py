@@ -62,8 +62,8 @@ def this_process() -> Process:
     try:
         return Process(*map(int, values))
     except ValueError:
-        given = ", ".join(values)
-        raise unexpected(", ".join(names), "whole numbers", given, "unset them") from None
+        got = ", ".join(values)
+        raise unexpected(", ".join(names), "whole numbers", got, "unset them") from None
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ def read_manifest(path: Path, advice: str) -> dict[str, Any]:
         values = json.loads(path.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the manifest of a run, got: {error}; {advice}") from None
-    known = isinstance(values, dict) and values.get("format") == FORMAT
-    parts = (values.get("settings"), values.get("environment", {})) if known else (None,)
+    is_run = isinstance(values, dict) and values.get("format") == FORMAT
+    parts = (values.get("settings"), values.get("environment", {})) if is_run else (None,)
     if not all(isinstance(part, dict) for part in parts):
         allowed = f"the manifest of a run ({FORMAT!r})"
         raise unexpected(str(path), allowed, "another file", advice)
@@ -87,7 +87,7 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
         raise unexpected(str(folder), "the folder of a run", got, advice) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read ({error}); {advice}") from None
-    found: dict[str, Sample] = {}
+    by_key: dict[str, Sample] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -98,8 +98,8 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
             place = f"{path}:{number}"
             raise unexpected(place, "the record of an image", got, advice) from None
         key = normalize("NFC", sample.key)
-        if key in found:
+        if key in by_key:
             allowed, got = "one record an image", f"another one of {sample.key}"
             raise unexpected(f"{path}:{number}", allowed, got, advice)
-        found[key] = sample
-    return found
+        by_key[key] = sample
+    return by_key

@@ -53,9 +53,9 @@ class RunFolder:
         """
         if check_place(self.path, self.path) != self.path:
             return
-        for own in (self.images, self.work):
-            if own.is_symlink():
-                allowed, got = f"{own.name} to be a folder", f"a link to {os.readlink(own)!r}"
+        for folder in (self.images, self.work):
+            if folder.is_symlink():
+                allowed, got = f"{folder.name} to be a folder", f"a link to {os.readlink(folder)!r}"
                 raise unexpected(f"--out {self.path}", allowed, got, "make --out a link instead")
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
@@ -109,14 +109,14 @@ class RunFolder:
         write_atomically(self.work / f"{name}.json", text.encode(), self.work / f"{name}.tmp")
         write_atomically(self.images / f"{name}.png", png, self.work / f"{name}.tmp")
 
-    def collect(self, known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def collect(self, expected: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Write samples.jsonl from all records so far, and return its rows.
 
-        `known` has the names of all images of the run, with what is known of each beforehand.
+        `expected` has the names of all images of the run, with what is known of each beforehand.
         """
         records = self._records()
-        done = self.finished(known)
-        rows = [{**records[name], **fixed} for name, fixed in known.items() if name in done]
+        done = self.finished(expected)
+        rows = [{**records[name], **fixed} for name, fixed in expected.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
         for part in self.work.glob("*.json"):
@@ -141,12 +141,12 @@ class RunFolder:
             for part in self.work.glob("samples-*.jsonl"):  # of versions before 0.2
                 lines += part.read_bytes().split(b"\n")
             lines += [part.read_bytes() for part in self.work.glob("*.json")]
-        found: dict[str, Mapping[str, Any]] = {}
+        records: dict[str, Mapping[str, Any]] = {}
         for line in lines:
             with contextlib.suppress(*RECORD_ERRORS):
                 sample = sample_of(self.path, line)
-                found[sample.key] = sample.row
-        return found
+                records[sample.key] = sample.row
+        return records
 
     def _is_whole(self, name: str, record: Mapping[str, Any]) -> bool:
         """Return True if an image has a record, and the hash of that record, if any."""
@@ -183,11 +183,11 @@ def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> 
         name: name of the values.
     """
     if isinstance(there, Mapping) and isinstance(here, Mapping):
-        found = []
+        lines = []
         for key in sorted(here if partly else {*there, *here}):
             inner = f"{name}.{key}" if name else key
-            found += differences(there.get(key), here.get(key), partly, inner)
-        return found
+            lines += differences(there.get(key), here.get(key), partly, inner)
+        return lines
     if there == json.loads(json.dumps(here)):  # a file turns tuples into lists
         return []
     if name.endswith(".sha256"):  # the digits mean nothing to a reader

@@ -112,10 +112,15 @@ def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:
     """
     text = PngInfo()
     text.add_itxt("prompt", job.prompt.text.replace("\0", "\u2400"))  # PNG text has no zero bytes
-    own = {"id": job.prompt.id, "repeat": job.repeat, "prompt": job.prompt.text, "seed": job.seed}
-    own["negative_prompt"] = job.negative_prompt
+    of_job = {
+        "id": job.prompt.id,
+        "repeat": job.repeat,
+        "prompt": job.prompt.text,
+        "seed": job.seed,
+    }
+    of_job["negative_prompt"] = job.negative_prompt
     settings = {key: value for key, value in described.items() if key != "prompts"}
-    text.add_text("mame_sd", json.dumps({**settings, **own}, sort_keys=True))
+    text.add_text("mame_sd", json.dumps({**settings, **of_job}, sort_keys=True))
     buffer = io.BytesIO()
     image.save(buffer, "PNG", pnginfo=text)
     return buffer.getvalue()
