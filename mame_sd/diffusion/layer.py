@@ -3,9 +3,9 @@
 `merged_call` does this for every layer and for both ways into diffusers (hooks and the processor),
 so that both give the same numbers. `AttentionAdapter.route` inspects a call once: it returns
 `MergeKeys`, `MergeTokens` or `Skip`, which everything else reads. With `keep` the keys merge within
-the call, where the processor calls attention (`mame_sd.core.intercept`). With
-`tau` whole tokens merge before the call and are restored after it (`mame_sd.core.paper`). An
-`AttentionAdapter` holds what differs between layers (`families/attention.py`).
+the call, where the processor calls attention (`mame_sd.core.intercept`). With `tau` whole tokens
+merge before the call and are restored after it (`mame_sd.core.paper`). An `AttentionAdapter` holds
+what differs between layers (`families/attention.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mame_sd.diffusion.attention_backends import watch_kernels
 from mame_sd.diffusion.context import NO_STEP, HandleState, LazyStep, ResolvedConfig, Step, Tokens
 from mame_sd.diffusion.rows import Rows, RowsMode, needs_all_rows, running_rows
 from mame_sd.diffusion.threads import PerThread
-from mame_sd.report import ADDING, NEVER_CALLED, Sums
+from mame_sd.report import ADDING, NEVER_CALLED, Sums, counted
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
@@ -558,7 +558,7 @@ def merged_call(
         stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
     else:
         count = len(job.grids) - 1
-        others = f"keys of {count} reference image{'s' * (count > 1)} too" if count else ""
+        others = f"keys of {counted(count, 'reference image')} too" if count else ""
         note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
