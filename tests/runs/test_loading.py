@@ -22,6 +22,7 @@ from diffusers import (
 from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from safetensors.torch import load_file, save_file
 
+from mame_sd.cli.generate import load
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.devices import dtype_argument, pick_device
@@ -185,10 +186,12 @@ def single(file: Path, config: Path | str | None = None, dtype: str = "auto") ->
 
 
 def test_a_single_file_gives_the_pipeline_that_it_was_made_of(
-    model_folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
-    model = load_model(single(file, model_folder))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_index.json").write_text("{another folder's")
+    model = load(single(file, model_folder))
     assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
     assert load_model(single(file, model_folder, "bfloat16")).pipe.unet.dtype == torch.bfloat16
     found = [model.identity[key] for key in ("name", "pipeline", "sha256", "single_file_config")]
