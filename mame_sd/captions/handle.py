@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -14,11 +13,9 @@ from mame_sd.captions.patch import attach, detach, patch_on
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.shorten import CaptionReport, PromptShortener
 from mame_sd.config import ConfigOrFile, MaMeConfig, read_config
+from mame_sd.diffusion.threads import Nested
 from mame_sd.handle import Handle
 from mame_sd.perception.apply_encoder import has_encoder_hooks
-
-# Settings of the open `using` blocks of this thread or task, the innermost last.
-_OWN: ContextVar[tuple[tuple[Any, MaMeConfig], ...]] = ContextVar("own", default=())
 
 
 class CaptionHandle(Handle[MaMeConfig]):
@@ -31,6 +28,7 @@ class CaptionHandle(Handle[MaMeConfig]):
 
     def __init__(self, model: nn.Module, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
         self.model = model
+        self._own = Nested()  # MaMeConfigs of `using`
         self.shortener = PromptShortener(model, self._images)
         self._use(self._resolve(read_config(config) or MaMeConfig(), fields))
 
@@ -41,8 +39,8 @@ class CaptionHandle(Handle[MaMeConfig]):
     @property
     def config(self) -> MaMeConfig:
         """Return the settings now in force in this task, of which only `keep` is used."""
-        settings = (config for handle, config in reversed(_OWN.get()) if handle is self)
-        return next(settings, self._settings)
+        config: MaMeConfig = self._own.innermost(self._settings)
+        return config
 
     @contextmanager
     def using(self, config: ConfigOrFile = None, **fields: Any) -> Iterator[None]:
@@ -52,12 +50,8 @@ class CaptionHandle(Handle[MaMeConfig]):
         """
         base = read_config(config)
         self._check_change("using")
-        entry = self, self._resolve(base, fields)
-        _OWN.set((*_OWN.get(), entry))
-        try:
+        with self._own.using(self._resolve(base, fields)):
             yield
-        finally:  # blocks may end in any order
-            _OWN.set(tuple(one for one in _OWN.get() if one is not entry))
 
     @property
     def installed(self) -> bool:

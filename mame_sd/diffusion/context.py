@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig, Method
 from mame_sd.core.groups import Groups
 from mame_sd.core.intercept import KernelAdapter
-from mame_sd.diffusion.threads import PerTask, PerThread
+from mame_sd.diffusion.threads import Nested, PerTask, PerThread
 
 Call = Mapping[str, Any]  # the arguments of a forward, by name
 
@@ -201,7 +201,7 @@ class HandleState:
 
     Attributes:
         setting: the setting of all tasks without a setting of their own.
-        own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
+        own: for each task the ResolvedConfigs of its open `using` blocks.
         estimating: for each task the names of the layers that have estimated their errors in its
             open `estimating_errors` block. None outside such a block.
         step: for each thread the Step or LazyStep of its latest call of the model.
@@ -215,7 +215,7 @@ class HandleState:
     def __init__(self, setting: ResolvedConfig, kernel: KernelAdapter | None = None) -> None:
         self.setting = setting
         self.kernel = kernel
-        self.own = PerTask()
+        self.own = Nested()
         self.estimating = PerTask()
         self.step = PerThread()
         self.learning = CheckpointGuard()
@@ -223,17 +223,12 @@ class HandleState:
     @property
     def now(self) -> ResolvedConfig:
         """Return the setting in force in this task."""
-        settings = self.own.value
-        return settings[-1] if settings else self.setting
+        setting: ResolvedConfig = self.own.innermost(self.setting)
+        return setting
 
-    @contextmanager
-    def using(self, setting: ResolvedConfig) -> Iterator[None]:
+    def using(self, setting: ResolvedConfig) -> AbstractContextManager[None]:
         """Use a setting in this task alone, for a `with` block."""
-        self.own.value = (*(self.own.value or ()), setting)
-        try:
-            yield
-        finally:  # blocks may end in any order
-            self.own.value = tuple(one for one in self.own.value or () if one is not setting)
+        return self.own.using(setting)
 
 
 class LazyStep:

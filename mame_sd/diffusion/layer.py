@@ -433,9 +433,9 @@ class LayerHook:
     @property
     def setting(self) -> ResolvedConfig:
         """Return the setting in force."""
-        own = self.shared.own  # inlined from `HandleState.now`, to save a call
+        own = self.shared.own  # inlined from `HandleState.now` and `Nested`, to save calls
         mine = getattr(own.mine, "value", None) if torch.compiler.is_compiling() else own.var.get()
-        setting: ResolvedConfig = mine[-1] if mine else self.shared.setting
+        setting: ResolvedConfig = mine[-1][0] if mine else self.shared.setting
         return setting
 
     def layout(self) -> Tokens | None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,7 +57,26 @@ class PerTask:
         self.mine.value = value
 
     def __reduce__(self) -> Any:
-        return PerTask, ()
+        return type(self), ()
+
+
+class Nested(PerTask):
+    """Values of the open `using` blocks of each task. The innermost is in force."""
+
+    def innermost(self, default: Any) -> Any:
+        """Return the value of this task's innermost open block, or `default` outside all blocks."""
+        blocks = self.value
+        return blocks[-1][0] if blocks else default
+
+    @contextmanager
+    def using(self, value: Any) -> Iterator[None]:
+        """Put a value in force in this task alone, for a `with` block."""
+        block = [value]  # blocks may have the same value
+        self.value = (*(self.value or ()), block)
+        try:
+            yield
+        finally:  # blocks may end in any order
+            self.value = tuple(one for one in self.value or () if one is not block)
 
 
 class PerThread:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from mame_sd import apply_mame, remove_mame
+from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.compat import cache_of, with_cache
 from tests.captions import tiny
 
@@ -124,6 +124,12 @@ def test_blocks_end_in_any_order_and_copies_merge_until_removed() -> None:
     plain = words(model, call)
     handle = apply_mame(model, **HALF)
     merged = words(model, call)
+    same = MaMeConfig(**QUARTER)
+    with handle.using(same):
+        with handle.using(same):
+            pass
+        assert handle.config is same, "the outer of two blocks with the same settings stays open"
+    assert handle.config == MaMeConfig(**HALF)
     first, second = handle.using(keep=0.75), handle.using(**QUARTER)
     first.__enter__()
     second.__enter__()
