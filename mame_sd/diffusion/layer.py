@@ -250,14 +250,12 @@ class FitErrors:
 
     def reset(self) -> None:
         """Forget all calls."""
-        self.calls = 0
         self._sums: Tensor | None = None
 
     def add(self, errors: Tensor, deviations: Tensor) -> None:
         """Add a call's sums of squared errors and of squared deviations from the mean."""
         sums = torch.stack([errors, deviations])
         with ADDING:
-            self.calls += 1
             self._sums = sums if self._sums is None else sums + self._sums.to(sums.device)
 
     def relative(self) -> float | None:

@@ -174,5 +174,3 @@ def _nothing_merged(called: Sequence[LayerReport]) -> str:
         f"{line}, and the largest has {largest} tokens: lower min_tokens, generate larger images,"
         " or remove merging"
     )
-
-

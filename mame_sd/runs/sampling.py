@@ -117,8 +117,8 @@ def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:
         "repeat": job.repeat,
         "prompt": job.prompt.text,
         "seed": job.seed,
+        "negative_prompt": job.negative_prompt,
     }
-    of_job["negative_prompt"] = job.negative_prompt
     settings = {key: value for key, value in described.items() if key != "prompts"}
     text.add_text("mame_sd", json.dumps({**settings, **of_job}, sort_keys=True))
     buffer = io.BytesIO()
