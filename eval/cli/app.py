@@ -167,13 +167,12 @@ def classify_command(
     from ..perception.rows import chosen_rows
 
     chosen = chosen_rows(settings.suite, settings.rows)
-    from mame_sd.runs.processes import this_process
+    from mame_sd.runs.processes import check_alone
 
     from ..perception.run import run_classify, table
     from .benchmark import stage
 
-    if this_process().count > 1:
-        raise UserError("classify: expected one process, got several; start it alone")
+    check_alone("classify")
     found = run_classify(settings, chosen, model, stage, note)
     answer(table(found), found)
 

@@ -18,7 +18,7 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.runs.processes import this_process
+from mame_sd.runs.processes import check_alone
 from mame_sd.runs.prompt_files import Prompt
 
 from .. import PROGRAM
@@ -59,8 +59,7 @@ def run_benchmark(
     """
     from ..report import render
 
-    if this_process().count > 1:
-        raise UserError("benchmark: expected one process, got several; start it alone")
+    check_alone("benchmark")
     check_out(out)
     own = () if options.rows else suite.own
     wanted = chosen_rows(options.rows or suite.rows, [*own, *options.row])

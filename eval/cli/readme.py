@@ -14,7 +14,7 @@ from mame_sd.json_files import json_text
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.runs.processes import this_process
+from mame_sd.runs.processes import check_alone
 
 from ..benchmark.readme import CASES, Case, of_results, stored, stored_case
 from ..benchmark.results import commit
@@ -51,8 +51,7 @@ def run_readme(
         UserError: several processes, whose seconds can't be compared; an unknown case or row; a
             foreign folder.
     """
-    if this_process().count > 1:
-        raise UserError("--suite readme: expected one process, got several; start it alone")
+    check_alone("--suite readme")
     cases = [case for case in CASES if options.case in (None, case.name)]
     if not cases:
         names = ", ".join(case.name for case in CASES)

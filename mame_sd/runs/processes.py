@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from mame_sd.errors import MachineError, unexpected
+from mame_sd.errors import MachineError, UserError, unexpected
 
 T = TypeVar("T")
 
@@ -53,6 +53,12 @@ class Process:
                 " says why, and the same command continues the run"
             ) from error
         return values
+
+
+def check_alone(command: str) -> None:
+    """Raise UserError if `command`, whose work can't be shared, runs in several processes."""
+    if this_process().count > 1:
+        raise UserError(f"{command}: expected one process, got several; start it alone")
 
 
 def this_process() -> Process:
