@@ -213,7 +213,7 @@ def test_models_without_references_refuse_it() -> None:
 
 
 def test_tokens_of_references_that_merge_count() -> None:
-    """Whether a layer is large enough: they are keys that merge like the image's."""
+    """Count tokens of references that merge when a layer's size is compared with min_tokens."""
     edit = EDITS[0]
     model, inputs = built(edit)
     least = H * W + 1

@@ -56,7 +56,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured: a model that answers, images, and the size of a batch."""
+    """Hold a model that answers, the images it is asked about, and the size of a batch."""
 
     head: Head
     images: ImageSet

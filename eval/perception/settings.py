@@ -14,7 +14,7 @@ from .rows import SUITES
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifySettings:
-    """What a vision transformer answers, and how it is measured."""
+    """Set which images a vision transformer answers, and how its answers are measured."""
 
     suite: str = option("vit", f"One of {', '.join(SUITES)}.", metavar="NAME")
     out: Path | None = option(

@@ -62,7 +62,7 @@ class KeyMerging:
 
 
 class Choice(NamedTuple):
-    """What decides which keys merge, besides the keys themselves.
+    """Hold what decides, besides the keys themselves, which keys merge.
 
     Attributes:
         draw: LongTensor [1] in [0, `cells.DRAWS`), the index of the draw. If None, the first draw.

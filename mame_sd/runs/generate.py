@@ -32,9 +32,9 @@ from mame_sd.runs.sampling import sample, to_png
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: numbers of images, and means over all of them.
+    """Count a run's images, and hold means over all of them.
 
-    This process `made` some, and `found` were there before.
+    `made` counts the images that this process made, and `found` those that were there before.
     """
 
     images: int

@@ -1,4 +1,4 @@
-"""What a row of the compatibility matrix is, and the checks that it must pass."""
+"""Define a row of the compatibility matrix, and check it."""
 
 from __future__ import annotations
 
