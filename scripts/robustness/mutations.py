@@ -103,6 +103,9 @@ diffusion/context.py: diffusion/test_calls.py diffusion/test_families.py diffusi
     if self.groups and not unchanged( => if self.groups and unchanged(
     self._moved = not unchanged( => self._moved = False and not unchanged(
     if length == self.before + self.count + self.after else None => if length else None
+diffusion/threads.py: captions/test_calls_apart.py diffusion/test_threads.py
+    if one is not block) => if one[0] is not value)
+    return blocks[-1][0] if => return blocks[0][0] if
 diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/test_families.py
     latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
